@@ -1,0 +1,14 @@
+"""Shared fixtures."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """Folder of reference values (`shared/reference` beside the repository); tests skip where it is absent."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "reference"
+    if not folder.is_dir():
+        pytest.skip(f"reference values are not at {folder}")
+    return folder
