@@ -1,0 +1,81 @@
+# Sourced by demo.sh and test.sh: `make_venv` makes .venv and installs the pinned stack of setup.py into it.
+# Afterwards $python is its interpreter and $root the repository.
+#
+#   PYTHON=python3.11          the interpreter to make .venv with (default: the first suitable one on the PATH)
+#   ERNIE35SE_EXTRA=cpu|gpu    which build of Paddle (default cpu; docs/install.md says what gpu needs)
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python="$root/.venv/bin/python"
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# is_suitable PYTHON: whether it runs and its version is one that every pinned package has a build for.
+is_suitable() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; }
+
+version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || echo 'does not run'; }
+
+# Prints the interpreter to make .venv with.
+choose_python() {
+    local candidate without_pip='' seen=''
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10 python}; do
+        command -v "$candidate" >/dev/null || continue
+        seen+="${seen:+, }$candidate ($(version_of "$candidate"))"
+        is_suitable "$candidate" || continue
+        if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+        without_pip=${without_pip:-$candidate}
+    done
+    if [ -n "$without_pip" ]; then
+        local minor
+        minor=$("$without_pip" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')
+        fail "$without_pip cannot make virtual environments: its ensurepip module is missing." \
+            "On Debian and Ubuntu: apt-get install python$minor-venv"
+    fi
+    fail "Python 3.10, 3.11 or 3.12 is needed; seen: ${seen:-none}${PYTHON:+ (PYTHON=$PYTHON)}." \
+        "Install one, or name it: PYTHON=/path/to/python3.11 bash $0"
+}
+
+# Makes .venv, or completes one whose making was interrupted.
+make_environment() {
+    local base
+    if is_suitable "$python"; then
+        "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null ||
+            fail "$root/.venv has no pip: remove that folder and run this again"
+        return
+    fi
+    if "$python" -c '' 2>/dev/null; then
+        fail "$root/.venv holds Python $(version_of "$python"), and 3.10, 3.11 or 3.12 is needed:" \
+            "remove that folder and run this again"
+    fi
+    base=$(choose_python) || exit 1
+    say "making .venv with $base ($(version_of "$base"))"
+    # Nothing in a .venv whose interpreter does not run is of use, so it is cleared.
+    "$base" -m venv --clear "$root/.venv" || fail "$base -m venv --clear $root/.venv failed, see above"
+}
+
+make_venv() {
+    local extras="${ERNIE35SE_EXTRA:-cpu},test"
+    local stamp="$root/.venv/installed" log="$root/.venv/install.log" wanted
+    make_environment
+    # The stamp is written last, so an interrupted install is done again.
+    wanted=$(echo "# .[$extras] at $root"; cat "$root/setup.py")
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        say "reusing .venv: it holds what setup.py asks for"
+        return
+    fi
+    rm -f "$stamp"
+    say "installing the pinned stack into .venv (about 2 GB and some minutes; log in .venv/install.log)"
+    if ! "$python" -m pip install --progress-bar off --use-pep517 -e "$root[$extras]" 2>&1 | tee "$log"; then
+        if grep -qiE 'connection|timed? ?out|name resolution|max retries|proxyerror|sslerror' "$log"; then
+            fail "pip could not reach its package index: check the network, or name a mirror in PIP_INDEX_URL," \
+                "then run this again"
+        fi
+        fail "pip install failed, see above; run this again when it is mended"
+    fi
+    (cd "$root" && "$python" -c 'from ernie35se.runtime import check_versions; check_versions()') ||
+        fail "the installed versions are not those of setup.py, see above"
+    printf '%s\n' "$wanted" >"$stamp"
+}
