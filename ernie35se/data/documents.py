@@ -117,8 +117,13 @@ class DocumentReader:
             yield from self._read_file(path)
             self._finished_bytes += path.stat().st_size
 
+    def found_nothing(self) -> ValueError:
+        """The error for an input without one document: which files were read, and why each record was left out."""
+        names = ", ".join(map(str, self.files[:5])) + (" ..." if len(self.files) > 5 else "")
+        return ValueError(f"no document found in {names}; skipped:\n{self.skipped}")
+
     def _read_file(self, path: Path) -> Iterator[str]:
-        place = "its start"
+        place = "1"
         try:
             with open(path, "rb") as self._raw, decompressed(self._raw, path) as binary:
                 _refuse_utf16(binary)
@@ -136,8 +141,10 @@ class DocumentReader:
                     self._skip(Bad("empty file", ""), str(path))
         except BrokenFile as error:
             self._broken(f"{path}: {error}")
+        except PermissionError:
+            self._broken(f"{path}: no permission to read it: chmod +r, or leave it out")
         except (OSError, EOFError, zlib.error) as error:
-            self._broken(f"{path}: cannot be read past {place}: {error or type(error).__name__}; the file is truncated "
+            self._broken(f"{path}: cannot be read past line {place}: {error or type(error).__name__}; the file is truncated "
                          "or damaged: make it again")
         finally:
             self._raw = None
