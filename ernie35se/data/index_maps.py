@@ -19,22 +19,22 @@ One epoch has 9 tokens and gives (9 - 1) // 3 = 2 samples, two epochs give (18 -
 >>> lens = np.array([3, 2, 4], np.int32)
 >>> num_epochs(tokens_per_epoch=9, seq_length=3, num_samples=5)
 2
->>> maps = build_index_maps(lens, first=0, last=3, num_samples=5, seq_length=3, seed=0)
+>>> maps = build_index_maps(lens, first=0, last=3, num_samples=5, seq_length=3, seed=9)
 >>> maps.doc_idx
-array([2, 1, 0, 2, 0, 1], dtype=int32)
+array([2, 1, 2, 0, 0, 1], dtype=int32)
 
-Laid out, with the sequences named a (3 tokens), b (2) and c (4), and a cut before every third token:
+Laid out, with the sequences named a (3 tokens), b (2) and c (4), and a cut at every third token:
 
-    row of doc_idx   0        1     2      3        4      5
-    tokens           c0c1c2c3 b0b1  a0a1a2 c0c1c2c3 a0a1a2 b0b1
-    cut              ^     ^     ^     ^     ^      ^             (a cut's token is read by both of its neighbours)
+    row of doc_idx   0         1     2         3       4       5
+    tokens           c0c1c2c3  b0b1  c0c1c2c3  a0a1a2  a0a1a2  b0b1
+    cuts             ^     ^         ^     ^       ^       ^
 
 >>> maps.sample_idx.tolist()
-[[0, 0], [0, 3], [2, 0], [3, 0], [3, 3], [4, 2]]
+[[0, 0], [0, 3], [2, 0], [2, 3], [3, 2], [4, 2]]
 >>> maps.shuffle_idx
-array([0, 1, 3, 4, 2], dtype=uint32)
+array([3, 4, 0, 2, 1], dtype=uint32)
 
-Sample 1 runs from cut 1 to cut 2 inclusive: c3 b0 b1 a0. It is served second, as shuffle_idx[1] is 1.
+Sample 1 runs from cut 1 to cut 2, both included: c3 b0 b1 c0. It is served last, as shuffle_idx[4] is 1.
 
 The last epoch is shuffled apart, documents and samples, when less than 80 % of it is needed: otherwise some documents
 would be seen more often than others early in the run.
@@ -98,7 +98,7 @@ def build_index_maps(
         doc_idx = np.concatenate([_shuffled_epochs(documents, n, rng) for n in (epochs - 1, 1)])
     else:
         doc_idx = _shuffled_epochs(documents, epochs, rng)
-    sample_idx = build_sample_idx(lens, doc_idx, seq_length)
+    sample_idx = build_sample_idx(lens, doc_idx, seq_length, epochs)
     samples = len(sample_idx) - 1
     return IndexMaps(doc_idx, sample_idx, _build_shuffle_idx(before_last if apart else samples, samples, rng))
 
@@ -118,12 +118,15 @@ def _build_shuffle_idx(apart_from: int, samples: int, rng: np.random.RandomState
     return order
 
 
-def build_sample_idx(lens: np.ndarray, doc_idx: np.ndarray, seq_length: int) -> np.ndarray:
-    """(samples + 1, 2) cuts as (row of doc_idx, offset): by `fast_dataindex` where all numbers fit int32."""
+def build_sample_idx(lens: np.ndarray, doc_idx: np.ndarray, seq_length: int, epochs: int = 1) -> np.ndarray:
+    """(samples + 1, 2) cuts as (row of doc_idx, offset): by `fast_dataindex` where all numbers fit int32.
+
+    `doc_idx` holds `epochs` times the same sequences.
+    """
     total = int(lens[doc_idx].sum(dtype=np.int64))
     helpers = compiled_helpers()
     if helpers and total <= INT32_MAX and lens.dtype == doc_idx.dtype == np.int32:
-        return helpers.build_sample_idx(lens, doc_idx, seq_length, 1, total)
+        return helpers.build_sample_idx(lens, doc_idx, seq_length, epochs, total // epochs)
     return sample_idx_by_search(lens, doc_idx, seq_length)
 
 
