@@ -263,8 +263,12 @@ def find_prefixes(folder_or_prefix: str | os.PathLike) -> list[str]:
     return [path]
 
 
+class _BadFile(ValueError):
+    """Told apart from the ValueErrors of the libraries that parse a file, whose messages do not name it."""
+
+
 def _bad(file: str, seen: str, expected: str, fix: str = "Make or copy the file again.") -> ValueError:
-    return ValueError(f"{file}: {seen}; expected {expected}. {fix}")
+    return _BadFile(f"{file}: {seen}; expected {expected}. {fix}")
 
 
 def _sequence_starts(lens: np.ndarray, num_ids: int, files: tuple[str, str]) -> np.ndarray:
@@ -368,7 +372,7 @@ def _read_npz(file: str, members: tuple[str, ...]) -> list[np.ndarray]:
                     held = ", ".join(names) or "nothing"
                     raise _bad(file, f"holds {held}", f"the arrays {' and '.join(members)}")
             return [_read_npz_member(archive, member, file) for member in members]
-    except ValueError:
+    except _BadFile:
         raise
     except Exception as error:  # zipfile and zlib raise whatever the bytes lead them to
         raise _bad(file, f"not a readable .npz ({error})", "an archive written by numpy.savez") from error

@@ -87,8 +87,8 @@ def parse_input_dir(text: str | os.PathLike) -> list:
     except ValueError as error:  # an unclosed quote: one path, or nothing that can be read
         words = [text]
         logger.debug("--input_dir %r is taken as one path: %s", text, error)
-    if len(words) < 2 or _is_corpus(text):
-        prefixes = find_prefixes(text if _is_corpus(text) or len(words) != 1 else words[0])
+    if len(words) == 1 or _is_corpus(text):
+        prefixes = find_prefixes(text if _is_corpus(text) else words[0])
         return prefixes if len(prefixes) == 1 else [item for prefix in prefixes for item in (1.0, prefix)]
     weights = [_weight(word) for word in words[0::2]]
     if len(words) % 2 or None in weights:
