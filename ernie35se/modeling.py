@@ -70,7 +70,8 @@ def attend(query, key, value, past, shared: AttentionInputs):
         key = paddle.concat([past[0], key], axis=1)  # (B, S, H, D)
         value = paddle.concat([past[1], value], axis=1)
     if shared.recompute_core:
-        context, weights = parallel.recompute(shared.core, query, key, value, shared.mask)
+        context = parallel.recompute(lambda q, k, v: shared.core(q, k, v, shared.mask)[0], query, key, value)
+        weights = None
     else:
         context, weights = shared.core(query, key, value, shared.mask, shared.need_weights)
     present = (key, value) if shared.use_cache else ()
@@ -182,6 +183,11 @@ def block_class(config: Ernie35Config, layer: int) -> type[nn.Layer]:
     if config.parallel_attn_hatf and layer == config.num_hidden_layers - 1:
         return TailBlock
     return FusedBlock
+
+
+def hidden_state_of(block: nn.Layer, shared: AttentionInputs):
+    """The block as a function from tensor to tensor, which is what `parallel.recompute` takes."""
+    return lambda x: block(x, None, shared)[0]
 
 
 class LMHead(nn.Layer):
@@ -314,7 +320,8 @@ class Ernie35Model(Ernie35PretrainedModel):
         shared = self._shared_inputs(
             x.shape[1], past_length, position_ids, attention_mask, use_cache, bool(output_attentions)
         )
-        recompute_blocks = self.training and self.config.recompute_scope == "full" and not use_cache
+        plain = not (use_cache or output_attentions)  # what is recomputed returns its hidden state only
+        recompute_blocks = self.training and plain and self.config.recompute_scope == "full"
         if recompute_blocks:
             x.stop_gradient = False  # recompute cuts the graph at inputs without gradient, as of a frozen embedding
 
@@ -322,7 +329,7 @@ class Ernie35Model(Ernie35PretrainedModel):
         for block, past in zip(self.layers, past_key_values):
             hidden_states.append(x)
             if recompute_blocks:
-                x, present, weights = parallel.recompute(block, x, past, shared)
+                x, present, weights = parallel.recompute(hidden_state_of(block, shared), x), (), None
             else:
                 x, present, weights = block(x, past, shared)
             presents.append(present)
@@ -342,19 +349,20 @@ class Ernie35Model(Ernie35PretrainedModel):
         """Rotation tables, mask and core: what every layer of this forward uses."""
         config = self.config
         total = past_length + length
+        core = choose_core(config, need_weights)
+        mask = prepare_mask(core, attention_mask, length, total)
         if position_ids is None:
             position_ids = self._default_positions(total, past_length, attention_mask)
         elif position_ids.ndim == 1:
             position_ids = position_ids.unsqueeze(0)
         if position_ids.shape[-1] != length:
             raise ValueError(f"position_ids have shape {position_ids.shape}; expected one for each of {length} new tokens.")
-        core = choose_core(config, need_weights)
         cos, sin = rope_tables(position_ids, config.head_dim)
         return AttentionInputs(
             core=core,
             cos=cos,
             sin=sin,
-            mask=prepare_mask(core, attention_mask, length, total),
+            mask=mask,
             use_cache=bool(use_cache),
             need_weights=need_weights,
             recompute_core=self.training and config.recompute_scope == "core_attn" and not need_weights,

@@ -38,7 +38,10 @@ def vocab_embedding(config: Ernie35Config) -> nn.Layer:
 
 
 def recompute(function, *args):
-    """Call `function`, keep only its inputs, and compute it again in the backward pass (Chen et al. 2016)."""
+    """Call `function`, keep only its inputs, and compute it again in the backward pass (Chen et al. 2016).
+
+    Paddle's form wants tensors in and one tensor out; whatever else the function needs, it closes over.
+    """
     return _fleet_recompute(function, *args)
 
 
