@@ -48,6 +48,14 @@ def run_tool(main: Callable[[Sequence[str] | None], int | None]) -> None:
     sys.exit(status)
 
 
+def progress_bar(total_bytes: int, what: str):
+    """A bar over bytes with rate and time left, from the third second on; every 30 s where nobody watches a terminal."""
+    from tqdm import tqdm
+
+    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, delay=2, dynamic_ncols=True,
+                mininterval=0.5 if sys.stderr.isatty() else 30)
+
+
 @contextmanager
 def written_whole(path: str | os.PathLike, mode: str = "w") -> Iterator:
     """An open file beside `path` that takes its name at a successful exit and vanishes otherwise."""

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Iterable, Iterator, Sequence
 
-from _common import TOKENIZER_FILE, make_parser, positive, run_tool, write_json, written_whole
+from _common import TOKENIZER_FILE, make_parser, positive, progress_bar, run_tool, write_json, written_whole
 
 from ernie35se.data.documents import TXT_DOCUMENTS, DocumentReader
 
@@ -111,8 +111,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0.9 <= args.character_coverage <= 1:
         raise ValueError(f"--character_coverage {args.character_coverage}: expected 0.9 to 1")
 
-    from tqdm import tqdm
-
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder}: is a file, expected a folder")
@@ -120,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     documents = iter(reader)
     if (first := next(documents, None)) is None:
         raise reader.found_nothing()
-    with tqdm(total=reader.total_bytes, unit="B", unit_scale=True, desc="reading", disable=None) as bar:
+    with progress_bar(reader.total_bytes, "reading") as bar:
         texts = itertools.chain([first], _watched(documents, reader, bar))
         model = train(texts, args.vocab_size, args.character_coverage, args.keep_whitespace, args.max_sentences)
     if reader.skipped.total:

@@ -35,7 +35,7 @@ COMPRESSIONS = (".gz", ".zst")
 TXT_DOCUMENTS = ("blank_line", "line", "file")
 EXPECTED_FILES = ".jsonl, .json or .txt files, plain or with .gz or .zst behind the name"
 # A document longer than this is taken for a file without line ends or with an unclosed string; it would be read whole.
-MAX_DOCUMENT_CHARS = 2**28
+MAX_DOCUMENT_CHARS = 2**26
 CHUNK_CHARS = 2**20
 _SPACE = re.compile(r"[ \t\n\r]*")
 
