@@ -1,0 +1,1 @@
+"""Training: settings, trainer, checkpoints, callbacks, metrics."""
