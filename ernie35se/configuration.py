@@ -216,10 +216,15 @@ class Ernie35Config(PretrainedConfig):
                 f"{name!r} is neither a folder nor a built-in model. Built-in: {', '.join(sorted(BUILT_IN_CONFIGS))}; "
                 "or name a folder that holds a config.json."
             )
-        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if not config_dict:
-            seen = ", ".join(sorted(os.listdir(name))[:8]) if os.path.isdir(name) else "a file"
-            raise ValueError(f"{name}: no config.json found (seen: {seen or 'an empty folder'}).")
+        try:
+            config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except FileNotFoundError:
+            seen = ", ".join(sorted(os.listdir(name))[:8])
+            raise ValueError(f"{name}: no config.json found (seen: {seen or 'an empty folder'}).") from None
+        except OSError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"{name}: expected a JSON object of settings, found {type(config_dict).__name__}.")
         return copy.deepcopy(config_dict), kwargs  # the base class edits what it gets
 
     @classmethod
