@@ -571,12 +571,26 @@ class TokenFileWriter:
         sync(self._ids)
         with open(idx, "rb") as stream:
             sync(stream)
-        # Never new ids beside an old index: between the two renames the index is missing, which readers report.
-        ids_target, idx_target = (self.prefix + ending for ending in NPY_ENDINGS)
-        if os.path.exists(idx_target):
-            os.remove(idx_target)
-        os.replace(self._ids.name, ids_target)
-        os.replace(idx, idx_target)
+        self._swap_in(self._ids.name, idx)
+
+    def _swap_in(self, *new: str) -> None:
+        """Rename the new files into place, or on a fault put the old ones back.
+
+        The old ones move away first, so that a process killed in between never leaves new ids with an old index: a file
+        is missing then, which readers report.
+        """
+        targets = [self.prefix + ending for ending in NPY_ENDINGS]
+        renames = [(target, os.path.join(self._folder, f"old{i}")) for i, target in enumerate(targets)]
+        renames = [pair for pair in renames if os.path.exists(pair[0])] + list(zip(new, targets))
+        done = []
+        try:
+            for before, after in renames:
+                os.replace(before, after)
+                done.append((before, after))
+        except OSError:
+            for before, after in reversed(done):
+                os.rename(after, before)
+            raise
 
 
 def sync(stream: BinaryIO) -> None:
