@@ -395,7 +395,7 @@ class _JsonSource:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._window, self._at)
-                if end < len(self._window) or self._ended:  # at the window's end a number may go on
+                if len(self._window) - end > 3 or self._ended:  # else a number may go on, as 1 does in 1e+5
                     self._move(end)
                     return value
             except json.JSONDecodeError as error:
