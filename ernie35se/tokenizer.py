@@ -71,9 +71,8 @@ class Ernie35Tokenizer(PretrainedTokenizer):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load from a folder. Raises ValueError when it is none, or a file in it is missing or corrupt."""
-        folder = os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "")
         if not (kwargs.get("from_hf_hub") or kwargs.get("from_aistudio")):
-            _check_folder(folder)
+            _check_folder(os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "").rstrip("/"))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property
