@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import tempfile
+import zlib
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Iterator, Sequence
@@ -23,11 +24,16 @@ def make_parser(doc: str, example: str) -> argparse.ArgumentParser:
                                    formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def positive(text: str) -> int:
+def positive(text: str, least: int = 1) -> int:
     """argparse type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
+
+
+def natural(text: str) -> int:
+    """argparse type: a whole number of at least 0."""
+    return positive(text, least=0)
 
 
 def run_tool(main: Callable[[Sequence[str] | None], int | None]) -> None:
@@ -105,6 +111,24 @@ def load_tokenizer(name_or_path: str):
         raise ValueError(f"{path}: not a SentencePiece model; copy it again, or make one with tools/train_tokenizer.py"
                          ) from None
     return processor, path
+
+
+def verify_tokens(written, checksum: int) -> None:
+    """Read back what a closed TokenFileWriter has written, in pieces, and compare it with what was meant: its counts, and
+    the CRC-32 of the ids as stored. Raises ValueError."""
+    from ernie35se.data.indexed import open_tokens, read_npy_header
+
+    tokens = open_tokens(written.prefix)  # checks the sizes, the lengths and the boundaries
+    found = 0
+    with open(tokens.files[0], "rb") as stream:
+        read_npy_header(stream, tokens.files[0])
+        while piece := stream.read(2**20):
+            found = zlib.crc32(piece, found)
+    counts = (tokens.num_documents, tokens.num_tokens)
+    if (found, *counts) != (checksum, written.num_documents, written.num_tokens):
+        raise ValueError(f"{tokens.files[0]}: holds {counts[0]} documents and {counts[1]} tokens, checksum {found:08x}, after "
+                         f"writing {written.num_documents} and {written.num_tokens}, {checksum:08x}; the disk or another "
+                         "process changed it: run it again")
 
 
 def write_json(path: Path, value: object) -> None:

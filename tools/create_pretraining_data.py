@@ -24,10 +24,10 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Iterable, Iterator, NamedTuple, Sequence
 
-from _common import load_tokenizer, make_parser, positive, progress_bar, run_tool
+from _common import load_tokenizer, make_parser, positive, progress_bar, run_tool, verify_tokens
 
 from ernie35se.data.documents import TXT_DOCUMENTS, Bad, DocumentReader, batches
-from ernie35se.data.indexed import TokenFileWriter, open_tokens, read_npy_header
+from ernie35se.data.indexed import TokenFileWriter
 
 EXAMPLE = """\
   python tools/create_pretraining_data.py --input_path corpus/ more.jsonl.gz \\
@@ -91,21 +91,6 @@ def write_tokens(reader: DocumentReader, encode: Callable[[list[str]], Encoded],
     return text_bytes, checksum
 
 
-def verify(written: TokenFileWriter, checksum: int) -> None:
-    """Read back what was written, in pieces, and compare it with what was meant. Raises ValueError."""
-    tokens = open_tokens(written.prefix)  # checks the sizes, the lengths and the boundaries
-    found = 0
-    with open(tokens.files[0], "rb") as stream:
-        read_npy_header(stream, tokens.files[0])
-        while piece := stream.read(2**20):
-            found = zlib.crc32(piece, found)
-    counts = (tokens.num_documents, tokens.num_tokens)
-    if (found, *counts) != (checksum, written.num_documents, written.num_tokens):
-        raise ValueError(f"{tokens.files[0]}: holds {counts[0]} documents and {counts[1]} tokens, checksum {found:08x}, after "
-                         f"writing {written.num_documents} and {written.num_tokens}, {checksum:08x}; the disk or another "
-                         "process changed it: run it again")
-
-
 def switch(text: str) -> bool:
     """argparse type: true, false, 1 or 0."""
     if text.lower() not in ("true", "false", "1", "0"):
@@ -151,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not writer.num_documents:
             raise reader.found_nothing()
     seconds = time.perf_counter() - started
-    verify(writer, checksum)
+    verify_tokens(writer, checksum)
     print(f"skipped: {reader.skipped.total:,}")
     if reader.skipped.total:
         print(reader.skipped)

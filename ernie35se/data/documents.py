@@ -353,6 +353,7 @@ def read_json(stream: TextIO, chunk: int = CHUNK_CHARS) -> Iterator[tuple[str, o
         if in_list and items:
             if source.take() != ",":
                 raise source.broken("expected ',' or ']' behind a list item")
+        source.peek()  # to the line that the value starts at
         yield str(source.line), source.value()
         items += 1
     if in_list:

@@ -208,6 +208,12 @@ def test_a_list_in_pieces_equals_the_list_whole(values, chunk, indent, ascii_onl
     assert [value for _, value in read_json(io.StringIO(text), chunk)] == json.loads(text)
 
 
+def test_items_are_placed_by_line():
+    text = '[\n{"a": 1},\n\n  {"a":\n 2}\n, 3]'
+    for chunk in (1, 3, 1000):
+        assert list(read_json(io.StringIO(text), chunk)) == [("2", {"a": 1}), ("4", {"a": 2}), ("6", 3)]
+
+
 @QUICK
 @given(st.lists(json_values, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([" ", "\n", "\r\n\n"]))
 def test_values_one_after_another(values, chunk, separator):
