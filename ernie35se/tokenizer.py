@@ -151,7 +151,7 @@ def _load_model(file: str | None, options: dict) -> sentencepiece.SentencePieceP
         raise ValueError(f"{file or MODEL_FILE}: no such file; expected a SentencePiece model. {_WHERE_FROM}")
     try:
         return sentencepiece.SentencePieceProcessor(model_file=str(file), **options)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         raise ValueError(
             f"{file}: {os.path.getsize(file)} bytes that are not a SentencePiece model; expected a whole one. "
             f"Copy it again. {_WHERE_FROM}"

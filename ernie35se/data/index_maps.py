@@ -178,6 +178,7 @@ class IndexCache:
         scan = self._recorded_scan(path)
         if scan is None:
             started = time.time()
+            logger.info("checking every id of %s, once for this content", self.tokens.prefix)
             scan = self.tokens.scan()
             logger.info(
                 "checked %s: %d tokens in %d documents, ids %d to %d, %.1f s",

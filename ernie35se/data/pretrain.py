@@ -105,10 +105,10 @@ def _is_corpus(path: str) -> bool:
     return os.path.exists(path) or any(os.path.exists(path + end) for end in ("_ids.npy", "_idx.npz", ".bin", ".idx"))
 
 
-def _weight(word: str) -> float | None:
+def _weight(word: str | float) -> float | None:
     try:
         weight = float(word)
-    except ValueError:
+    except (TypeError, ValueError):
         return None
     return weight if 0 < weight < math.inf else None
 
@@ -279,7 +279,7 @@ def _parse_prefixes(prefixes: Sequence) -> tuple[list[float], list[str]]:
     if None in weights:
         wrong = prefixes[2 * weights.index(None)]
         raise ValueError(f"prefixes: weight {wrong!r}; expected a number above 0 before each prefix")
-    return weights, [os.fspath(path).strip() for path in prefixes[1::2]]
+    return weights, [os.fspath(path) for path in prefixes[1::2]]
 
 
 def _check_numbers(num_samples: Sequence[int], seq_length: int, seed: int) -> None:
