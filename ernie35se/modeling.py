@@ -25,6 +25,7 @@ them read a state that has seen attention, and the output comes from an FFN. Wit
 from __future__ import annotations
 
 import math
+import zlib
 from typing import NamedTuple
 
 import paddle
@@ -47,6 +48,7 @@ __all__ = ["Ernie35Model", "Ernie35ForCausalLM", "Ernie35PretrainedModel"]
 class AttentionInputs(NamedTuple):
     """What all layers of one forward share; made once by the trunk."""
 
+    batch: int  # B
     core: callable  # see attention.py
     cos: paddle.Tensor  # (B or 1, T, 1, D/2)
     sin: paddle.Tensor
@@ -56,6 +58,58 @@ class AttentionInputs(NamedTuple):
     recompute_core: bool
 
 
+def shared_inputs(
+    config, batch, length, past_length=0, position_ids=None, attention_mask=None, use_cache=False, need_weights=False,
+    training=False,
+) -> AttentionInputs:  # fmt: skip
+    """Rotation tables, mask and core: what every layer of one forward uses.
+
+    Args:
+        batch, length, past_length: B, T, and the number of cached tokens. The rest as in `Ernie35ForCausalLM.forward`.
+    """
+    total = past_length + length
+    core = choose_core(config, need_weights)
+    mask = prepare_mask(core, attention_mask, length, total)
+    if position_ids is None:
+        position_ids = default_positions(config, total, past_length, attention_mask)
+    elif position_ids.ndim == 1:
+        position_ids = position_ids.unsqueeze(0)
+    if position_ids.shape[-1] != length:
+        raise ValueError(f"position_ids have shape {position_ids.shape}; expected one for each of {length} new tokens.")
+    cos, sin = rope_tables(position_ids, config.head_dim)
+    return AttentionInputs(
+        batch=batch,
+        core=core,
+        cos=cos,
+        sin=sin,
+        mask=mask,
+        use_cache=bool(use_cache),
+        need_weights=need_weights,
+        recompute_core=training and config.recompute_scope == "core_attn" and not need_weights,
+    )
+
+
+def default_positions(config, total, past_length, attention_mask):
+    """Positions of the new tokens where the caller gives none: (B or 1, T)."""
+    spaced = config.enable_random_position_ids
+    table = config.max_position_embeddings
+    if spaced and past_length:
+        raise ValueError(
+            "with past_key_values pass position_ids too: evenly spaced positions depend on the final length, "
+            "which the cached keys were turned for."
+        )
+    interval = position_interval(total, table) if spaced else 1
+    position_interval(total, table)  # refuses what the table cannot hold
+    if attention_mask is not None and attention_mask.ndim == 2:
+        return masked_position_ids(attention_mask, table, spaced)[:, past_length:]
+    return paddle.to_tensor(interval_position_ids(total, interval)[None, past_length:])
+
+
+def split_heads(x, width: int, shared: AttentionInputs):
+    """(B, T, H W) -> (B, T, H, W), with the H heads of this rank; (B T, H W) too, as sequence parallel has it."""
+    return x.reshape([shared.batch, -1, x.shape[-1] // width, width])
+
+
 def attend(query, key, value, past, shared: AttentionInputs):
     """Rotate, extend the cached keys and values, and run the attention core.
 
@@ -63,7 +117,7 @@ def attend(query, key, value, past, shared: AttentionInputs):
         query, key, value: (B, T, H, D). past: cached (key, value), each (B, S - T, H, D), keys already rotated; or None.
 
     Returns:
-        context (B, T, C), present (key, value) of all S tokens or (), probabilities (B, H, T, S) or None.
+        context (B, T, H, D), present (key, value) of all S tokens or (), probabilities (B, H, T, S) or None.
     """
     query, key = rotate(query, shared.cos, shared.sin), rotate(key, shared.cos, shared.sin)
     if past:
@@ -75,7 +129,7 @@ def attend(query, key, value, past, shared: AttentionInputs):
     else:
         context, weights = shared.core(query, key, value, shared.mask, shared.need_weights)
     present = (key, value) if shared.use_cache else ()
-    return context.flatten(2), present, weights
+    return context, present, weights
 
 
 class Attention(nn.Layer):
@@ -91,12 +145,11 @@ class Attention(nn.Layer):
         self.o_proj = parallel.row_linear(config, hidden, hidden)
 
     def forward(self, x, past, shared):
-        query, key, value = (
-            projection(x).reshape([0, 0, -1, self.head_dim])  # (B, T, H, D)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, C)
+        rows = query.shape[:-1]
+        query, key, value = (split_heads(y, self.head_dim, shared) for y in (query, key, value))  # (B, T, H, D)
         context, present, weights = attend(query, key, value, past, shared)
-        return self.o_proj(context), present, weights
+        return self.o_proj(context.reshape([*rows, -1])), present, weights
 
 
 class ParallelAttentionMLP(nn.Layer):
@@ -119,8 +172,9 @@ class ParallelAttentionMLP(nn.Layer):
         qkv_width = round(fused.shape[-1] * self.qkv_share)
         ffn_width = (fused.shape[-1] - qkv_width) // 2
         qkv, gate, up = fused.split([qkv_width, ffn_width, ffn_width], axis=-1)
-        query, key, value = qkv.reshape([0, 0, -1, 3 * self.head_dim]).chunk(3, axis=-1)  # (B, T, H, D)
+        query, key, value = split_heads(qkv, 3 * self.head_dim, shared).chunk(3, axis=-1)  # (B, T, H, D)
         context, present, weights = attend(query, key, value, past, shared)
+        context = context.reshape([*gate.shape[:-1], -1])  # (B, T, C)
         return self.o_proj(paddle.concat([F.silu(gate) * up, context], axis=-1)), present, weights
 
 
@@ -195,14 +249,15 @@ class LMHead(nn.Layer):
 
     def __init__(self, config: Ernie35Config):
         super().__init__()
-        shape = [config.hidden_size, config.vocab_size]
-        self.weight = None if config.tie_word_embeddings else self.create_parameter(shape)
+        self.config = config
+        self.weight = None if config.tie_word_embeddings else parallel.vocab_parameter(self, config)
         has_bias = config.use_bias and config.weight_share_add_bias
-        self.bias = self.create_parameter([config.vocab_size], is_bias=True) if has_bias else None
+        self.bias = parallel.vocab_parameter(self, config, is_bias=True) if has_bias else None
 
-    def forward(self, x, embedding_weight):
+    def forward(self, x, embedding_weight=None):
         weight = embedding_weight.t() if self.weight is None else self.weight
-        return F.linear(x, weight, self.bias)  # (B, T, V)
+        logits = F.linear(parallel.enter_vocab(self.config, x), weight, self.bias)
+        return parallel.leave_vocab(self.config, logits)  # (B, T, V)
 
 
 @paddle.no_grad()
@@ -216,21 +271,33 @@ def initialise(named_parameters, config: Ernie35Config) -> None:
     | o_proj.weight, down_proj.weight of a block   | normal, deviation sqrt(0.3333 / C) / sqrt(2 L)  |
     | every other weight                           | normal, deviation sqrt(0.3333 / C)              |
 
-    Weights that do not exist yet (lazy creation, while a checkpoint is read) are left alone.
+    Weights that do not exist yet (lazy creation, while a checkpoint is read) are left alone. Each weight is drawn whole,
+    from a seed made of the random state and its own name, and cut then: processes in the same random state make the same
+    model, whichever parts of it they hold.
     """
+    seed = paddle.randint(0, 2**31 - 1, [1]).item()
     deviation = math.sqrt(0.3333 / config.hidden_size)
     for name, parameter in named_parameters:
         if not parameter._is_initialized():
             continue
         if name.endswith("bias"):
-            start = nn.initializer.Constant(0.0)
+            parameter.zero_()
         elif name.endswith("norm.weight"):
-            start = nn.initializer.Constant(1.0)
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            start = nn.initializer.Normal(0.0, deviation / math.sqrt(2 * config.num_hidden_layers))
+            parameter.fill_(1.0)
         else:
-            start = nn.initializer.Normal(0.0, deviation)
-        start(parameter)
+            scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = 1 / math.sqrt(2 * config.num_hidden_layers) if scaled else 1.0
+            parameter.set_value(_draw(name, parameter, config, deviation * scale, seed))
+
+
+def _draw(name: str, parameter, config: Ernie35Config, deviation: float, seed: int):
+    degree = parallel.tensor_degree(config) if getattr(parameter, "is_distributed", False) else 1
+    shape = list(parameter.shape)
+    if degree > 1:
+        shape[conversion.layout(name, config).axis] *= degree
+    with parallel.random_state(seed ^ zlib.crc32(name.removeprefix("ernie.").encode())):
+        whole = (paddle.standard_normal(shape, dtype="float32") * deviation).astype(parameter.dtype)
+    return conversion.split(name, whole, config, degree, parallel.tensor_rank(config)) if degree > 1 else whole
 
 
 class Ernie35PretrainedModel(PretrainedModel):
@@ -291,6 +358,7 @@ class Ernie35Model(Ernie35PretrainedModel):
         self.embed_tokens = parallel.vocab_embedding(config)
         self.layers = nn.LayerList([block_class(config, i)(config) for i in range(config.num_hidden_layers)])
         self.norm = layer_norm(config)
+        parallel.mark_partial_gradients(config, self)
         self._initialise()
 
     def get_input_embeddings(self):
@@ -317,9 +385,12 @@ class Ernie35Model(Ernie35PretrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         past_key_values = past_key_values or [None] * self.config.num_hidden_layers
         past_length = past_key_values[0][0].shape[1] if past_key_values[0] else 0
-        shared = self._shared_inputs(
-            x.shape[1], past_length, position_ids, attention_mask, use_cache, bool(output_attentions)
-        )
+        batch = x.shape[0]
+        shared = shared_inputs(
+            self.config, batch, x.shape[1], past_length, position_ids, attention_mask, use_cache,
+            bool(output_attentions), self.training,
+        )  # fmt: skip
+        x = parallel.scatter_sequence(self.config, x)
         plain = not (use_cache or output_attentions)  # what is recomputed returns its hidden state only
         recompute_blocks = self.training and plain and self.config.recompute_scope == "full"
         if recompute_blocks:
@@ -327,61 +398,23 @@ class Ernie35Model(Ernie35PretrainedModel):
 
         hidden_states, presents, attentions = [], [], []
         for block, past in zip(self.layers, past_key_values):
-            hidden_states.append(x)
+            if output_hidden_states:
+                hidden_states.append(parallel.gather_sequence(self.config, x, batch))
             if recompute_blocks:
                 x, present, weights = parallel.recompute(hidden_state_of(block, shared), x), (), None
             else:
                 x, present, weights = block(x, past, shared)
             presents.append(present)
             attentions.append(weights)
-        x = self.norm(x)
-        hidden_states.append(x)
+        hidden_states.append(parallel.gather_sequence(self.config, self.norm(x), batch))  # (B, T, C)
 
         output = BaseModelOutputWithPast(
-            last_hidden_state=x,
+            last_hidden_state=hidden_states[-1],
             past_key_values=tuple(presents) if use_cache else None,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
             attentions=tuple(attentions) if output_attentions else None,
         )
         return output if return_dict else output.to_tuple()
-
-    def _shared_inputs(self, length, past_length, position_ids, attention_mask, use_cache, need_weights):
-        """Rotation tables, mask and core: what every layer of this forward uses."""
-        config = self.config
-        total = past_length + length
-        core = choose_core(config, need_weights)
-        mask = prepare_mask(core, attention_mask, length, total)
-        if position_ids is None:
-            position_ids = self._default_positions(total, past_length, attention_mask)
-        elif position_ids.ndim == 1:
-            position_ids = position_ids.unsqueeze(0)
-        if position_ids.shape[-1] != length:
-            raise ValueError(f"position_ids have shape {position_ids.shape}; expected one for each of {length} new tokens.")
-        cos, sin = rope_tables(position_ids, config.head_dim)
-        return AttentionInputs(
-            core=core,
-            cos=cos,
-            sin=sin,
-            mask=mask,
-            use_cache=bool(use_cache),
-            need_weights=need_weights,
-            recompute_core=self.training and config.recompute_scope == "core_attn" and not need_weights,
-        )
-
-    def _default_positions(self, total, past_length, attention_mask):
-        """Positions of the new tokens where the caller gives none: (B or 1, T)."""
-        spaced = self.config.enable_random_position_ids
-        table = self.config.max_position_embeddings
-        if spaced and past_length:
-            raise ValueError(
-                "with past_key_values pass position_ids too: evenly spaced positions depend on the final length, "
-                "which the cached keys were turned for."
-            )
-        interval = position_interval(total, table) if spaced else 1
-        position_interval(total, table)  # refuses what the table cannot hold
-        if attention_mask is not None and attention_mask.ndim == 2:
-            return masked_position_ids(attention_mask, table, spaced)[:, past_length:]
-        return paddle.to_tensor(interval_position_ids(total, interval)[None, past_length:])
 
 
 class Ernie35ForCausalLM(Ernie35PretrainedModel):
@@ -447,7 +480,7 @@ class Ernie35ForCausalLM(Ernie35PretrainedModel):
             output_hidden_states=output_hidden_states,
         )
         logits = self.lm_head(trunk.last_hidden_state, self.ernie.embed_tokens.weight)  # (B, T, V)
-        loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index)
+        loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index, config.vocab_size)
         if loss is not None and self.training and not return_logits:
             logits = None
         if return_dict:

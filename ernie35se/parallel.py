@@ -1,40 +1,220 @@
-"""Every layer that tensor parallel will cut, and recomputation, behind one seam. The only importer of fleet.
+"""Every layer that tensor parallel cuts, and recomputation, behind one seam. The only importer of fleet.
 
-The model asks for a column-parallel or row-parallel linear layer and never for the parallel degree.
+The model asks for a column-parallel or row-parallel linear layer and never for the parallel degree; with N ranks in a
+tensor-parallel group each layer here holds its N-th (Shoeybi et al. 2019, section 3):
+
+    column_linear     N-th of the output columns     in: whole    out: this rank's columns
+    row_linear        N-th of the input rows         in: its rows out: whole, summed over the ranks; bias added once
+    vocab_embedding   N-th of the vocabulary         out: whole, summed
+    vocab_parameter   N-th of the LM head's columns
+
+With sequence parallel (Korthikanti et al. 2022, section 4.2) what lies between a row and a column layer is cut too: the
+state of shape (B, T, C) becomes (B T / N, C), its rows shared out in order. A column layer gathers them, a row layer sums
+and scatters. LayerNorms and the biases of row layers then see a part of the tokens on each rank, and the trainer sums
+their gradients (`mark_partial_gradients`).
 """
 
 from __future__ import annotations
 
+import contextlib
+
 import paddle
 from paddle import nn
+from paddle.distributed import fleet
+from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.utils import recompute as _fleet_recompute
+from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_ops
 
 from .configuration import Ernie35Config
 
+# ---- degrees --------------------------------------------------------------------------------------------------------
 
-def check_supported(config: Ernie35Config) -> None:
-    """Raise a ValueError where the configuration asks for parallelism that this version does not have."""
-    for field in ("tensor_parallel_degree", "pipeline_parallel_degree", "virtual_pp_degree"):
-        degree = getattr(config, field, 1)
-        if degree > 1:
-            raise ValueError(f"{field} is {degree}, but this version runs each model whole; set it to 1.")
-    if config.sequence_parallel:
-        raise ValueError("sequence_parallel needs tensor parallel, which this version does not have; set it to false.")
+
+def tensor_degree(config: Ernie35Config) -> int:
+    """Ranks N that share each layer; 1 without tensor parallel."""
+    return max(int(config.tensor_parallel_degree or 1), 1)
+
+
+def tensor_rank(config: Ernie35Config) -> int:
+    """This process's place in its tensor-parallel group, 0 .. N-1."""
+    return fleet.get_hybrid_communicate_group().get_model_parallel_rank() if tensor_degree(config) > 1 else 0
+
+
+def check_divides(config: Ernie35Config, degree: int) -> None:
+    """Raise a ValueError, with the numbers, where `degree` ranks cannot share this model evenly."""
+    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        size = getattr(config, field)
+        if size % degree:
+            above = -(-size // degree) * degree
+            raise ValueError(
+                f"tensor_parallel_degree {degree} does not divide {field} {size} (remainder {size % degree}). Choose a "
+                f"degree that does, or a model with {field} {above}."
+            )
+
+
+def check_supported(config: Ernie35Config, pipeline: bool = False) -> None:
+    """Raise a ValueError where this process cannot hold its part of the model that the configuration describes.
+
+    Args:
+        pipeline: whether the model is built as pipeline stages.
+    """
+    for field in () if pipeline else ("pipeline_parallel_degree", "virtual_pp_degree"):
+        if getattr(config, field, 1) > 1:
+            raise ValueError(
+                f"{field} is {getattr(config, field)}, but this model runs in one piece; pipeline stages are "
+                "modeling_pipe.Ernie35ForCausalLMPipe."
+            )
+    degree = tensor_degree(config)
+    check_divides(config, degree)
+    if config.sequence_parallel and degree == 1:
+        raise ValueError(
+            "sequence_parallel is on, but tensor_parallel_degree is 1; it shares the sequence among the ranks of a "
+            "tensor-parallel group. Set tensor_parallel_degree to 2 or more, or sequence_parallel to false."
+        )
+    group = _hybrid_group()
+    ranks = group.get_model_parallel_world_size() if group else 1
+    if ranks != degree:
+        raise ValueError(
+            f"tensor_parallel_degree is {degree}, but this process belongs to a tensor-parallel group of {ranks}. Start "
+            f"{degree} processes with python -m paddle.distributed.launch and --tensor_parallel_degree {degree}, or load "
+            "the model with tensor_parallel_degree=1."
+        )
+
+
+def _hybrid_group():
+    """Fleet's description of the groups; None before fleet.init."""
+    return getattr(fleet.fleet, "_hcg", None)
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
 
 
 def column_linear(config: Ernie35Config, in_features: int, out_features: int) -> nn.Layer:
-    """Linear layer whose output columns tensor parallel splits: weight (in_features, out_features)."""
-    return _linear(config, in_features, out_features)
+    """Linear layer whose output columns tensor parallel splits: weight (in_features, out_features / N)."""
+    if tensor_degree(config) == 1:
+        return _linear(config, in_features, out_features)
+    kind = sequence_ops.ColumnSequenceParallelLinear if config.sequence_parallel else fleet.meta_parallel.ColumnParallelLinear
+    return kind(
+        in_features, out_features, has_bias=config.use_bias, gather_output=False, fuse_matmul_bias=_fuses(config)
+    )
 
 
 def row_linear(config: Ernie35Config, in_features: int, out_features: int) -> nn.Layer:
-    """Linear layer whose input rows tensor parallel splits: weight (in_features, out_features)."""
-    return _linear(config, in_features, out_features)
+    """Linear layer whose input rows tensor parallel splits: weight (in_features / N, out_features)."""
+    if tensor_degree(config) == 1:
+        return _linear(config, in_features, out_features)
+    kind = sequence_ops.RowSequenceParallelLinear if config.sequence_parallel else fleet.meta_parallel.RowParallelLinear
+    return kind(
+        in_features, out_features, has_bias=config.use_bias, input_is_parallel=True, fuse_matmul_bias=_fuses(config)
+    )
 
 
 def vocab_embedding(config: Ernie35Config) -> nn.Layer:
-    """Embedding whose rows tensor parallel splits by vocabulary: weight (V, C)."""
-    return nn.Embedding(config.vocab_size, config.hidden_size)
+    """Embedding whose rows tensor parallel splits by vocabulary: weight (V / N, C)."""
+    if tensor_degree(config) == 1:
+        return nn.Embedding(config.vocab_size, config.hidden_size)
+    return fleet.meta_parallel.VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+
+
+def vocab_parameter(layer: nn.Layer, config: Ernie35Config, is_bias: bool = False) -> paddle.Tensor:
+    """The LM head's weight (C, V / N), or bias (V / N), made as a parameter of `layer`."""
+    degree = tensor_degree(config)
+    columns = config.vocab_size // degree
+    parameter = layer.create_parameter([columns] if is_bias else [config.hidden_size, columns], is_bias=is_bias)
+    parameter.is_distributed = degree > 1  # tells clipping and saving that every rank holds another piece
+    if degree > 1:
+        parameter.split_axis = 0 if is_bias else 1
+    return parameter
+
+
+def enter_vocab(config: Ernie35Config, x: paddle.Tensor) -> paddle.Tensor:
+    """The LM head's input: as it is forwards; backwards the ranks' gradients, each from its columns, are summed."""
+    if tensor_degree(config) == 1:
+        return x
+    return mp_ops._c_identity(x, group=_tensor_group())
+
+
+def leave_vocab(config: Ernie35Config, logits: paddle.Tensor) -> paddle.Tensor:
+    """Logits (B, T, V / N): kept so with `tensor_parallel_output`, else gathered to (B, T, V) on every rank."""
+    if tensor_degree(config) == 1 or config.tensor_parallel_output:
+        return logits
+    return mp_ops._c_concat(logits, group=_tensor_group())
+
+
+def vocab_cross_entropy(logits: paddle.Tensor, labels: paddle.Tensor, ignored_index: int) -> paddle.Tensor:
+    """Loss of each token (B, T, 1), from this rank's columns (B, T, V / N) alone; 0 where ignored."""
+    return mp_ops._c_softmax_with_cross_entropy(logits, labels, group=_tensor_group(), ignore_index=ignored_index)
+
+
+def _tensor_group():
+    return fleet.get_hybrid_communicate_group().get_model_parallel_group()
+
+
+def _fuses(config: Ernie35Config) -> bool:
+    return bool(config.fuse_linear and paddle.is_compiled_with_cuda())
+
+
+def _linear(config: Ernie35Config, in_features: int, out_features: int) -> nn.Layer:
+    bias_attr = None if config.use_bias else False
+    if _fuses(config):
+        from paddle.incubate.nn import FusedLinear  # exists in GPU builds only
+
+        return FusedLinear(in_features, out_features, bias_attr=bias_attr)
+    return nn.Linear(in_features, out_features, bias_attr=bias_attr)
+
+
+# ---- sequence parallel ----------------------------------------------------------------------------------------------
+
+
+def scatter_sequence(config: Ernie35Config, x: paddle.Tensor) -> paddle.Tensor:
+    """This rank's share of the state: (B, T, C) -> (B T / N, C). Unchanged without sequence parallel.
+
+    Raises:
+        ValueError: N does not divide the number of tokens.
+    """
+    if not config.sequence_parallel:
+        return x
+    batch, length, degree = x.shape[0], x.shape[1], tensor_degree(config)
+    if batch * length % degree:
+        raise ValueError(
+            f"sequence_parallel shares {batch} x {length} tokens among tensor_parallel_degree {degree} ranks, which "
+            "does not divide them. Choose another max_seq_length or batch size, or turn sequence_parallel off."
+        )
+    return sequence_ops.ScatterOp.apply(x.flatten(0, 1))
+
+
+def gather_sequence(config: Ernie35Config, x: paddle.Tensor, batch: int) -> paddle.Tensor:
+    """The whole state again: (B T / N, C) -> (B, T, C). Unchanged without sequence parallel."""
+    if not config.sequence_parallel:
+        return x
+    whole = sequence_ops.GatherOp.apply(x)  # (B T, C)
+    return whole.reshape([batch, -1, whole.shape[-1]])
+
+
+def mark_partial_gradients(config: Ernie35Config, layer: nn.Layer) -> None:
+    """Mark the parameters under `layer` whose gradient comes from this rank's tokens only; the trainer sums those.
+
+    They are the LayerNorms'. (Row layers mark their biases themselves.)
+    """
+    if not config.sequence_parallel:
+        return
+    for name, parameter in layer.named_parameters():
+        if name.split(".")[-2].endswith("norm"):
+            sequence_ops.mark_as_sequence_parallel_parameter(parameter)
+
+
+# ---- random numbers and recomputation ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def random_state(seed: int):
+    """Draw from the state of `seed` inside, and go on with the present state afterwards."""
+    kept = paddle.get_rng_state()
+    paddle.seed(seed)
+    try:
+        yield
+    finally:
+        paddle.set_rng_state(kept)
 
 
 def recompute(function, *args):
@@ -43,12 +223,3 @@ def recompute(function, *args):
     Paddle's form wants tensors in and one tensor out; whatever else the function needs, it closes over.
     """
     return _fleet_recompute(function, *args)
-
-
-def _linear(config: Ernie35Config, in_features: int, out_features: int) -> nn.Layer:
-    bias_attr = None if config.use_bias else False
-    if config.fuse_linear and paddle.is_compiled_with_cuda():
-        from paddle.incubate.nn import FusedLinear  # exists in GPU builds only
-
-        return FusedLinear(in_features, out_features, bias_attr=bias_attr)
-    return nn.Linear(in_features, out_features, bias_attr=bias_attr)

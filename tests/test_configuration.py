@@ -229,4 +229,17 @@ def test_auto_tokenizer_finds_ours(reference):
 @pytest.mark.parametrize("field", ["tensor_parallel_degree", "pipeline_parallel_degree", "virtual_pp_degree"])
 def test_parallel_degrees_are_refused_with_their_name(field):
     with pytest.raises(ValueError, match=f"{field} is 2"):
-        Ernie35ForCausalLM(tiny_config(**{field: 2}))
+        Ernie35ForCausalLM(tiny_config(num_attention_heads=2, vocab_size=38, **{field: 2}))
+
+
+@pytest.mark.parametrize(
+    "sizes, field",
+    [
+        (dict(num_attention_heads=3), "num_attention_heads 3"),
+        (dict(num_attention_heads=2, vocab_size=37), "vocab_size 37"),
+        (dict(num_attention_heads=2, vocab_size=38, intermediate_size=21), "intermediate_size 21"),
+    ],
+)
+def test_what_ranks_cannot_share_evenly_is_refused_with_the_numbers(sizes, field):
+    with pytest.raises(ValueError, match=f"tensor_parallel_degree 2 does not divide {field}"):
+        Ernie35ForCausalLM(tiny_config(tensor_parallel_degree=2, **sizes))

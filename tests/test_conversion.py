@@ -7,7 +7,7 @@ from model_helpers import build_model, tiny_config
 
 from ernie35se import conversion
 from ernie35se.configuration import Ernie35Config
-from ernie35se.modeling import Ernie35ForCausalLM
+from ernie35se.modeling import Ernie35ForCausalLM, shared_inputs
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -56,7 +56,7 @@ def test_a_rank_of_the_fused_block_computes_its_heads_and_columns():
     config = tiny_config(hidden_size=24, intermediate_size=36, num_attention_heads=6)
     model = build_model(config)
     block = model.ernie.layers[1].self_attn_mlp
-    shared = model.ernie._shared_inputs(5, 0, None, None, False, False)
+    shared = shared_inputs(config, batch=2, length=5)
     x = paddle.to_tensor(np.random.default_rng(0).standard_normal((2, 5, 24)).astype("float32"))
     whole = block(x, None, shared)[0] - block.o_proj.bias
     prefix, total = "ernie.layers.1.self_attn_mlp.", 0
