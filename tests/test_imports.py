@@ -25,7 +25,7 @@ LAYERS = [
 # What these may import, of the package and from outside the standard library: nothing else.
 ONLY = {
     "positions": {"numpy"},
-    "data": {"numpy", "fast_dataindex", "zstandard", "data", "positions"},
+    "data": {"numpy", "fast_dataindex", "zstandard", "jinja2", "data", "positions"},
     "conversion": {"numpy", "configuration"},
     "runtime": {"packaging"},
 }
