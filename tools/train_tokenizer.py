@@ -140,7 +140,8 @@ def _watched(documents: Iterator[str], reader: DocumentReader, bar) -> Iterator[
         if reader.documents % 64 == 0:
             bar.update(reader.bytes_done - bar.n)
     bar.update(reader.bytes_done - bar.n)
-    bar.set_description("read; merging pairs")
+    shown = bar.format_dict["elapsed"] > bar.delay
+    bar.set_description("read; merging pairs", refresh=shown)
 
 
 if __name__ == "__main__":
