@@ -1,11 +1,13 @@
-"""Ernie35Tokenizer: SentencePiece BPE (Kudo & Richardson 2018, arXiv:1808.06226) in PaddleNLP's tokenizer interface.
+"""Ernie35Tokenizer: SentencePiece BPE (Kudo & Richardson 2018, arXiv:1808.06226) in PaddleNLP's tokenizer
+interface.
 
-The model file is `sentencepiece.bpe.model` in the tokenizer's folder: ids 0 unk, 1 bos, 2 eos. A beginning-of-sequence id is
-added, an end is not (`add_bos_token`, `add_eos_token`); padding is on the left, with unk, which has no token of its own
-to spare; a padded row's position_ids start at 0 at its first real token.
+The model file is `sentencepiece.bpe.model` in the tokenizer's folder: ids 0 unk, 1 bos, 2 eos. A
+beginning-of-sequence id is added, an end is not (`add_bos_token`, `add_eos_token`); padding is on the left,
+with unk, which has no token of its own to spare; a padded row's position_ids start at 0 at its first real
+token.
 
-Text that spells a special token ("</s>") becomes that token, as in PaddleNLP's other tokenizers. Text that comes from
-users or corpora must not: `encode_plain` knows no special tokens at all (nor does a call with
+Text that spells a special token ("</s>") becomes that token, as in PaddleNLP's other tokenizers. Text that
+comes from users or corpora must not: `encode_plain` knows no special tokens at all (nor does a call with
 `split_special_tokens=True`).
 """
 
@@ -27,8 +29,8 @@ _WHERE_FROM = (
 class Ernie35Tokenizer(PretrainedTokenizer):
     """Tokenizer of ERNIE-3.5-SE.
 
-    Args: `vocab_file`, the SentencePiece model; the spelling of the special tokens (`pad_token` None means unk);
-    `add_bos_token`, `add_eos_token`; `sp_model_kwargs` for `SentencePieceProcessor`.
+    Args: `vocab_file`, the SentencePiece model; the spelling of the special tokens (`pad_token` None means
+    unk); `add_bos_token`, `add_eos_token`; `sp_model_kwargs` for `SentencePieceProcessor`.
 
     Raises ValueError when the model file is missing or corrupt, or lacks one of the special tokens.
     """
@@ -52,7 +54,11 @@ class Ernie35Tokenizer(PretrainedTokenizer):
         **kwargs,
     ):
         super().__init__(
-            unk_token=unk_token, bos_token=bos_token, eos_token=eos_token, pad_token=pad_token or unk_token, **kwargs
+            unk_token=unk_token,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            pad_token=pad_token or unk_token,
+            **kwargs,
         )
         for path in ("special_tokens_map_file", "added_tokens_file", "chat_template_file", "name_or_path"):
             self.init_kwargs.pop(path, None)  # of this machine: save_pretrained would write them down
@@ -63,8 +69,8 @@ class Ernie35Tokenizer(PretrainedTokenizer):
         for token in (unk_token, bos_token, eos_token):
             if self.sp_model.id_to_piece(self.sp_model.piece_to_id(str(token))) != str(token):
                 raise ValueError(
-                    f"{vocab_file}: no piece {str(token)!r}; expected the special tokens <unk>, <s> and </s>, or the "
-                    f"spelling that unk_token, bos_token and eos_token give. {_WHERE_FROM}"
+                    f"{vocab_file}: no piece {str(token)!r}; expected the special tokens <unk>, <s> and "
+                    f"</s>, or the spelling that unk_token, bos_token and eos_token give. {_WHERE_FROM}"
                 )
         self.sanitize_special_tokens()  # so that they are found in text however the tokenizer was made
 
@@ -72,7 +78,9 @@ class Ernie35Tokenizer(PretrainedTokenizer):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load from a folder. Raises ValueError when it is none, or a file in it is missing or corrupt."""
         if not (kwargs.get("from_hf_hub") or kwargs.get("from_aistudio")):
-            _check_folder(os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "").rstrip("/"))
+            _check_folder(
+                os.path.join(str(pretrained_model_name_or_path), kwargs.get("subfolder") or "").rstrip("/")
+            )
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @property
@@ -86,8 +94,9 @@ class Ernie35Tokenizer(PretrainedTokenizer):
         return {**pieces, **self.added_tokens_encoder}
 
     def encode_plain(self, text: str | list[str], num_threads: int = 1) -> list[int] | list[list[int]]:
-        """Ids of a text (or of each text of a list) as plain text: no bos, no eos, and no spelling of a special or added
-        token is recognised. The fast way to encode a corpus, and the safe one for what users write."""
+        """Ids of a text (or of each text of a list) as plain text: no bos, no eos, and no spelling of a
+        special or added token is recognised. The fast way to encode a corpus, and the safe one for what users
+        write."""
         if isinstance(text, str):
             return self.sp_model.encode(_valid_unicode(text), out_type=int)
         return self.sp_model.encode([_valid_unicode(t) for t in text], out_type=int, num_threads=num_threads)
@@ -153,16 +162,16 @@ def _load_model(file: str | None, options: dict) -> sentencepiece.SentencePieceP
         return sentencepiece.SentencePieceProcessor(model_file=str(file), **options)
     except (RuntimeError, OSError, ValueError) as error:
         raise ValueError(
-            f"{file}: {os.path.getsize(file)} bytes that are not a SentencePiece model; expected a whole one. "
-            f"Copy it again. {_WHERE_FROM}"
+            f"{file}: {os.path.getsize(file)} bytes that are not a SentencePiece model; expected a whole "
+            f"one. Copy it again. {_WHERE_FROM}"
         ) from error
 
 
 def _check_folder(folder: str) -> None:
     if not os.path.isdir(folder):
         raise ValueError(
-            f"{folder}: no such folder; expected a tokenizer's folder, with {MODEL_FILE} in it. No tokenizer is downloaded "
-            f"by name. {_WHERE_FROM}"
+            f"{folder}: no such folder; expected a tokenizer's folder, with {MODEL_FILE} in it. No tokenizer "
+            f"is downloaded by name. {_WHERE_FROM}"
         )
     if not os.path.isfile(os.path.join(folder, MODEL_FILE)):
         found = ", ".join(sorted(os.listdir(folder))[:10]) or "nothing"
@@ -177,7 +186,9 @@ def _check_folder(folder: str) -> None:
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); expected a JSON object. Copy it again.") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path}: a JSON {type(content).__name__}; expected a JSON object. Copy it again.")
+            raise ValueError(
+                f"{path}: a JSON {type(content).__name__}; expected a JSON object. Copy it again."
+            )
 
 
 def _valid_unicode(text: str) -> str:

@@ -1,7 +1,7 @@
 """Weighted mixture of datasets.
 
-Sample after sample is taken from the dataset that lags furthest behind its share, so that every prefix of the mixture
-is as close to the weights as it can be (Megatron-LM's blending).
+Sample after sample is taken from the dataset that lags furthest behind its share, so that every prefix of the
+mixture is as close to the weights as it can be (Megatron-LM's blending).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Index maps: which tokens make up which training sample.
 
-As in Megatron-LM's GPT dataset (Shoeybi et al. 2019, arXiv:1909.08053), all sequences of a split are laid end to end in
-a shuffled order, as many epochs of them as are needed; the row of tokens is cut every `seq_length` tokens; the cuts are
-shuffled. Sample i is `seq_length + 1` tokens, so neighbouring samples share one: a sample's last label is the next
-one's first input. Three arrays say this:
+As in Megatron-LM's GPT dataset (Shoeybi et al. 2019, arXiv:1909.08053), all sequences of a split are laid end
+to end in a shuffled order, as many epochs of them as are needed; the row of tokens is cut every `seq_length`
+tokens; the cuts are shuffled. Sample i is `seq_length + 1` tokens, so neighbouring samples share one: a
+sample's last label is the next one's first input. Three arrays say this:
 
 - `doc_idx`: the order in which sequences are laid;
 - `sample_idx` (samples + 1, 2): where each cut falls, as (row of doc_idx, offset in that sequence);
 - `shuffle_idx`: the order in which the samples are served.
 
-("doc" is the tradition's word for an entry of `lens`: one sequence, which is a document unless the corpus was split
-into sentences.)
+("doc" is the tradition's word for an entry of `lens`: one sequence, which is a document unless the corpus was
+split into sentences.)
 
-A worked example: three sequences of 3, 2 and 4 tokens, samples of length 3 (so 4 tokens are read), 5 samples wanted.
-One epoch has 9 tokens and gives (9 - 1) // 3 = 2 samples, two epochs give (18 - 1) // 3 = 5:
+A worked example: three sequences of 3, 2 and 4 tokens, samples of length 3 (so 4 tokens are read), 5 samples
+wanted. One epoch has 9 tokens and gives (9 - 1) // 3 = 2 samples, two epochs give (18 - 1) // 3 = 5:
 
 >>> import numpy as np
 >>> lens = np.array([3, 2, 4], np.int32)
@@ -36,11 +36,11 @@ array([3, 4, 0, 2, 1], dtype=uint32)
 
 Sample 1 runs from cut 1 to cut 2, both included: c3 b0 b1 c0. It is served last, as shuffle_idx[4] is 1.
 
-The last epoch is shuffled apart, documents and samples, when less than 80 % of it is needed: otherwise some documents
-would be seen more often than others early in the run.
+The last epoch is shuffled apart, documents and samples, when less than 80 % of it is needed: otherwise some
+documents would be seen more often than others early in the run.
 
-Maps are kept in a cache folder, one file each, keyed by a hash of all that they depend on, the corpus's content
-included; `IndexCache` reads, verifies, builds and writes them.
+Maps are kept in a cache folder, one file each, keyed by a hash of all that they depend on, the corpus's
+content included; `IndexCache` reads, verifies, builds and writes them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class IndexMaps(NamedTuple):
     shuffle_idx: np.ndarray
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Building
 
 
@@ -89,7 +89,9 @@ def build_index_maps(
     rng = np.random.RandomState(seed)
     tokens = int(lens[first:last].sum(dtype=np.int64))
     epochs = num_epochs(tokens, seq_length, num_samples)
-    before_last = ((epochs - 1) * tokens - 1) // seq_length if epochs > 1 else 0  # samples without the last epoch
+    before_last = (
+        ((epochs - 1) * tokens - 1) // seq_length if epochs > 1 else 0
+    )  # samples without the last epoch
     per_epoch = (tokens - 1) // seq_length
     apart = epochs > 1 and num_samples - before_last < int(0.80 * per_epoch)
 
@@ -135,7 +137,9 @@ def sample_idx_by_search(lens: np.ndarray, doc_idx: np.ndarray, seq_length: int)
     starts = np.zeros(len(doc_idx) + 1, np.int64)
     np.cumsum(lens[doc_idx], dtype=np.int64, out=starts[1:])
     cuts = np.arange((int(starts[-1]) - 1) // seq_length + 1, dtype=np.int64) * seq_length
-    rows = np.searchsorted(starts, cuts, side="right") - 1  # the last sequence that starts at or before the cut
+    rows = (
+        np.searchsorted(starts, cuts, side="right") - 1
+    )  # the last sequence that starts at or before the cut
     rows[0] = 0  # where leading sequences are empty, the first sample still starts at the first
     small = len(doc_idx) <= INT32_MAX and lens.max() <= INT32_MAX
     return np.stack([rows, cuts - starts[rows]], axis=1).astype(np.int32 if small else np.int64)
@@ -150,17 +154,17 @@ def compiled_helpers():
     return helpers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Caching
 
 
 class IndexCache:
     """Keeps a corpus's scan and index maps in a folder.
 
-    `folder` is `data_cache_path`, or by default `index-cache` beside the data. Only a builder (one process a node) scans,
-    builds and writes; others load what it wrote. Every file is written beside and renamed. The scan is filed under
-    the corpus's path with the sizes and times of its files, so changed files are scanned again; maps are filed under the
-    content, so moved or touched files keep theirs.
+    `folder` is `data_cache_path`, or by default `index-cache` beside the data. Only a builder (one process a
+    node) scans, builds and writes; others load what it wrote. Every file is written beside and renamed. The
+    scan is filed under the corpus's path with the sizes and times of its files, so changed files are scanned
+    again; maps are filed under the content, so moved or touched files keep theirs.
     """
 
     def __init__(self, tokens: TokenFile, data_cache_path: str | None = None, is_builder: bool = True):
@@ -174,7 +178,9 @@ class IndexCache:
 
         Raises ValueError when an id is negative or, where `vocab_size` is given, not below it.
         """
-        path = os.path.join(self.folder, f"{self.name}-{_key(os.path.abspath(self.tokens.prefix))}.content.json")
+        path = os.path.join(
+            self.folder, f"{self.name}-{_key(os.path.abspath(self.tokens.prefix))}.content.json"
+        )
         scan = self._recorded_scan(path)
         if scan is None:
             started = time.time()
@@ -182,9 +188,13 @@ class IndexCache:
             scan = self.tokens.scan()
             logger.info(
                 "checked %s: %d tokens in %d documents, ids %d to %d, %.1f s",
-                self.tokens.prefix, self.tokens.num_tokens, self.tokens.num_documents, scan.min_id, scan.max_id,
+                self.tokens.prefix,
+                self.tokens.num_tokens,
+                self.tokens.num_documents,
+                scan.min_id,
+                scan.max_id,
                 time.time() - started,
-            )  # fmt: skip
+            )
             if self.is_builder:
                 self._record_scan(path, scan)
         self.tokens.check_scan(scan, vocab_size)
@@ -205,14 +215,20 @@ class IndexCache:
         record = {"version": VERSION, "files": self.tokens.signature(), "scan": scan._asdict()}
         try:
             _write_whole(path, lambda stream: stream.write(json.dumps(record).encode()))
-        except OSError as error:  # only costs another scan next time; the maps decide whether the folder must do
-            logger.warning("%s cannot be written (%s): the next run will check the data again", path, error.strerror)
+        except (
+            OSError
+        ) as error:  # only costs another scan next time; the maps decide whether the folder must do
+            logger.warning(
+                "%s cannot be written (%s): the next run will check the data again", path, error.strerror
+            )
 
-    def maps(self, split: str, first: int, last: int, num_samples: int, seq_length: int, seed: int) -> IndexMaps:
+    def maps(
+        self, split: str, first: int, last: int, num_samples: int, seq_length: int, seed: int
+    ) -> IndexMaps:
         """Maps for the sequences first..last-1, from the cache where they are there and whole, else built.
 
-        Raises ValueError when the sequences hold too few tokens for one sample, when the folder cannot be written, or,
-        in a process that is no builder, when the maps are not there.
+        Raises ValueError when the sequences hold too few tokens for one sample, when the folder cannot be
+        written, or, in a process that is no builder, when the maps are not there.
         """
         label = f"{split} split of {self.tokens.prefix}"
         _check_enough(label, self.tokens.lens[first:last], seq_length)
@@ -224,8 +240,8 @@ class IndexCache:
             return maps
         if not self.is_builder:
             raise ValueError(
-                f"{path}: no index maps there; expected the node's building process to have written them. Its log says "
-                "why not; if nodes or containers do not share this folder, choose one with --data_cache_path."
+                f"{path}: no index maps there; expected the node's building process to have written them. "
+                "Its log says why not; if the processes do not share this folder, choose one with --data_cache_path."
             )
         started = time.time()
         maps = build_index_maps(self.tokens.lens, first, last, num_samples, seq_length, seed)
@@ -237,10 +253,15 @@ class IndexCache:
                 "Choose a folder that can be written with --data_cache_path."
             ) from error
         logger.info(
-            "index maps of the %s: built %s (%d sequences x %d epochs, %d samples of %d tokens, %d asked for, %.1f s)",
-            label, path, last - first, len(maps.doc_idx) // (last - first), len(maps.shuffle_idx), seq_length,
-            num_samples, time.time() - started,
-        )  # fmt: skip
+            "index maps of the %s: built %s (%d sequences x %d epochs, %d samples, %d asked for, %.1f s)",
+            label,
+            path,
+            last - first,
+            len(maps.doc_idx) // (last - first),
+            len(maps.shuffle_idx),
+            num_samples,
+            time.time() - started,
+        )
         return maps
 
     def _load(self, path: str) -> IndexMaps | None:
@@ -257,9 +278,9 @@ def _check_enough(label: str, lens: np.ndarray, seq_length: int) -> None:
     tokens = int(lens.sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise ValueError(
-            f"{label}: its {len(lens)} documents hold {tokens} tokens; expected at least {seq_length + 1}, one sample of "
-            f"--max_seq_length {seq_length} and its last label. Add data, give this split a larger share with --split, "
-            "or lower --max_seq_length."
+            f"{label}: its {len(lens)} documents hold {tokens} tokens; expected at least {seq_length + 1}, "
+            f"one sample of --max_seq_length {seq_length} and its last label. Add data, give this split a larger "
+            "share with --split, or lower --max_seq_length."
         )
 
 
@@ -290,7 +311,8 @@ def _digest(maps: IndexMaps) -> np.ndarray:
 
 
 def _save_maps(stream: BinaryIO, maps: IndexMaps) -> None:
-    """The three arrays and their checksum as four .npy arrays in a row (`numpy.load` from the open file reads each)."""
+    """The three arrays and their checksum as four .npy arrays in a row (`numpy.load` from the open file reads
+    each)."""
     for array in (*maps, _digest(maps)):
         np.save(stream, array, allow_pickle=False)
 

@@ -1,19 +1,22 @@
 """Token files: the memory-mapped reader and the streaming writer.
 
-A corpus is a flat array of token ids plus the length of each sequence in it, and the documents as ranges of sequences.
-On disk it is one of
+A corpus is a flat array of token ids plus the length of each sequence in it, and the documents as ranges of
+sequences. On disk it is one of
 
-- `<prefix>_ids.npy` (1-D integer ids) and `<prefix>_idx.npz` (`lens`: tokens of each sequence; `docs`: document
-  boundaries in sequences, 0 first, the number of sequences last): what this project writes and PaddleNLP publishes;
-- `<prefix>.bin` and `<prefix>.idx`: Megatron-LM's and PaddleNLP's pair, in its memory-mapped form (magic `MMIDIDX`,
-  with or without Megatron's trailing sequence modes) and in its older lazy form (`TNTIDX`, fairseq's).
+- `<prefix>_ids.npy` (1-D integer ids) and `<prefix>_idx.npz` (`lens`: tokens of each sequence; `docs`:
+  document boundaries in sequences, 0 first, the number of sequences last): what this project writes and
+  PaddleNLP publishes;
+- `<prefix>.bin` and `<prefix>.idx`: Megatron-LM's and PaddleNLP's pair, in its memory-mapped form (magic
+  `MMIDIDX`, with or without Megatron's trailing sequence modes) and in its older lazy form (`TNTIDX`,
+  fairseq's).
 
 For example, two documents, the second of two sequences:
 
     ids  = [5 6 7 | 8 9 | 4]      lens = [3 2 1]      docs = [0 1 3]
 
-Files are checked as they are opened (types, sizes, the sum of lengths, the boundaries), so that reading stays in bounds;
-`TokenFile.check` also looks at every id. Whatever is wrong with a file is a ValueError that names it.
+Files are checked as they are opened (types, sizes, the sum of lengths, the boundaries), so that reading stays
+in bounds; `TokenFile.check` also looks at every id. Whatever is wrong with a file is a ValueError that names
+it.
 """
 
 from __future__ import annotations
@@ -60,19 +63,21 @@ class ContentScan(NamedTuple):
     max_id: int
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Reading
 
 
 class TokenFile:
     """Memory-mapped token file; made by `open_tokens`.
 
-    Attributes: `prefix`; `files` (the pair of paths); `ids` (num_tokens,) memory map; `lens` (sequences,) int32 (int64
-    where a length needs it); `docs` (num_documents + 1,) int64; `starts` (sequences + 1,) int64, where each sequence
-    starts in `ids`.
+    Attributes: `prefix`; `files` (the pair of paths); `ids` (num_tokens,) memory map; `lens` (sequences,)
+    int32 (int64 where a length needs it); `docs` (num_documents + 1,) int64; `starts` (sequences + 1,) int64,
+    where each sequence starts in `ids`.
     """
 
-    def __init__(self, prefix: str, files: tuple[str, str], ids: np.ndarray, lens: np.ndarray, docs: np.ndarray):
+    def __init__(
+        self, prefix: str, files: tuple[str, str], ids: np.ndarray, lens: np.ndarray, docs: np.ndarray
+    ):
         self.prefix = prefix
         self.files = files
         self.ids = ids.view(np.ndarray)  # still mapped; slices of the subclass are slow
@@ -84,7 +89,8 @@ class TokenFile:
         return open_tokens, (self.prefix,)  # a copy in another process maps the file again
 
     def __repr__(self) -> str:
-        return f"TokenFile({self.prefix!r}, {self.num_documents} documents, {self.num_tokens} tokens, {self.dtype})"
+        counts = f"{self.num_documents} documents, {self.num_tokens} tokens"
+        return f"TokenFile({self.prefix!r}, {counts}, {self.dtype})"
 
     @property
     def dtype(self) -> np.dtype:
@@ -119,7 +125,9 @@ class TokenFile:
         size = int(self.lens[sequence])
         end = size if length is None else offset + length
         if not 0 <= offset <= end <= size:
-            raise IndexError(f"ids {offset}..{end} of sequence {sequence}, which has {size}, in {self.prefix}")
+            raise IndexError(
+                f"ids {offset}..{end} of sequence {sequence}, which has {size}, in {self.prefix}"
+            )
         start = int(self.starts[sequence])
         return self.ids[start + offset : start + end]
 
@@ -136,7 +144,8 @@ class TokenFile:
         return _SCANS[key]
 
     def fingerprint(self) -> str:
-        """Hash of the content: equal for equal ids, lens and docs, wherever and in whichever form they lie."""
+        """Hash of the content: equal for equal ids, lens and docs, wherever and in whichever form they
+        lie."""
         return self.scan().fingerprint
 
     def check(self, vocab_size: int | None = None) -> None:
@@ -183,17 +192,18 @@ def _scan(ids: np.ndarray, lens: np.ndarray, docs: np.ndarray) -> ContentScan:
 
 
 def open_tokens(prefix: str | os.PathLike) -> TokenFile:
-    """Map the token file at `prefix`: `<prefix>_ids.npy` + `<prefix>_idx.npz`, or `<prefix>.bin` + `<prefix>.idx`.
+    """Map the token file at `prefix`: `<prefix>_ids.npy` + `<prefix>_idx.npz`, or `<prefix>.bin` +
+    `<prefix>.idx`.
 
-    Raises ValueError, naming the file, what was seen, what was expected and the fix, for a missing, truncated,
-    mismatched or otherwise malformed pair.
+    Raises ValueError, naming the file, what was seen, what was expected and the fix, for a missing,
+    truncated, mismatched or otherwise malformed pair.
     """
     prefix = os.fspath(prefix)
     forms = [endings for endings in (NPY_ENDINGS, BIN_ENDINGS) if _pair_exists(prefix, endings)]
     if not forms:
         raise ValueError(
-            f"{prefix}: no token file there; expected {prefix}_ids.npy and {prefix}_idx.npz, or {prefix}.bin and "
-            f"{prefix}.idx. {_listing(os.path.dirname(prefix) or '.')} {_HOW_TO_MAKE}"
+            f"{prefix}: no token file there; expected {_both_forms(prefix)}. "
+            f"{_listing(os.path.dirname(prefix) or '.')} {_HOW_TO_MAKE}"
         )
     files = tuple(prefix + ending for ending in forms[0])
     if len(forms) == 2:
@@ -205,6 +215,10 @@ def open_tokens(prefix: str | os.PathLike) -> TokenFile:
 
 
 _HOW_TO_MAKE = "tools/create_pretraining_data.py makes token files."
+
+
+def _both_forms(prefix: str) -> str:
+    return f"{prefix}_ids.npy and {prefix}_idx.npz, or {prefix}.bin and {prefix}.idx"
 
 
 def _pair_exists(prefix: str, endings: tuple[str, str]) -> bool:
@@ -236,8 +250,8 @@ def _listing(folder: str, limit: int = 10) -> str:
 def find_prefixes(folder_or_prefix: str | os.PathLike) -> list[str]:
     """Prefixes of the token files in a folder (sorted, not recursive), or the prefix itself.
 
-    A path to one of a token file's own files stands for its prefix. Raises ValueError, listing what was found and what
-    was expected, when there is none, or when one file of a pair is missing.
+    A path to one of a token file's own files stands for its prefix. Raises ValueError, listing what was found
+    and what was expected, when there is none, or when one file of a pair is missing.
     """
     path = os.fspath(folder_or_prefix)
     if os.path.isdir(path):
@@ -248,8 +262,8 @@ def find_prefixes(folder_or_prefix: str | os.PathLike) -> list[str]:
             _ = [_pair_exists(prefix, endings) for endings in (NPY_ENDINGS, BIN_ENDINGS)]
         if not prefixes:
             raise ValueError(
-                f"{path}: no token files in this folder; expected <name>_ids.npy and <name>_idx.npz, or <name>.bin and "
-                f"<name>.idx. {_listing(path)} {_HOW_TO_MAKE}"
+                f"{path}: no token files in this folder; expected {_both_forms('<name>')}. "
+                f"{_listing(path)} {_HOW_TO_MAKE}"
             )
         return prefixes
     for ending in NPY_ENDINGS + BIN_ENDINGS:
@@ -257,8 +271,8 @@ def find_prefixes(folder_or_prefix: str | os.PathLike) -> list[str]:
             return find_prefixes(path[: -len(ending)])
     if not any([_pair_exists(path, endings) for endings in (NPY_ENDINGS, BIN_ENDINGS)]):
         raise ValueError(
-            f"{path}: neither a folder of token files nor the prefix of one; expected {path}_ids.npy and {path}_idx.npz, "
-            f"or {path}.bin and {path}.idx. {_listing(os.path.dirname(path) or '.')} {_HOW_TO_MAKE}"
+            f"{path}: neither a folder of token files nor the prefix of one; expected {_both_forms(path)}. "
+            f"{_listing(os.path.dirname(path) or '.')} {_HOW_TO_MAKE}"
         )
     return [path]
 
@@ -304,7 +318,7 @@ def _checked_docs(docs: np.ndarray, sequences: int, file: str) -> np.ndarray:
     return np.ascontiguousarray(docs, np.int64)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # <prefix>_ids.npy + <prefix>_idx.npz
 
 
@@ -319,10 +333,13 @@ class _NpyHeader(NamedTuple):
 
 
 def read_npy_header(stream: BinaryIO, name: str) -> _NpyHeader:
-    """Type, shape and data offset of the .npy array at the stream's position. Objects (pickles) are refused."""
+    """Type, shape and data offset of the .npy array at the stream's position. Objects (pickles) are
+    refused."""
     try:
         version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
         shape, _, dtype = read(stream)
     except Exception as error:  # numpy's parser raises whatever the bytes lead it to
         raise _bad(name, f"not a readable .npy header ({error})", "a .npy array of integers") from error
@@ -390,7 +407,7 @@ def _read_npz_member(archive: zipfile.ZipFile, member: str, file: str) -> np.nda
     return np.frombuffer(data, header.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # <prefix>.bin + <prefix>.idx
 
 
@@ -401,7 +418,9 @@ def _open_bin_pair(bin_file: str, idx_file: str) -> tuple[np.ndarray, np.ndarray
             raise _bad(idx_file, "an empty file", "an index that starts with MMIDIDX or TNTIDX")
         index = np.memmap(idx_file, np.uint8, mode="r")
     except OSError as error:
-        raise _bad(error.filename or idx_file, f"cannot be read ({error.strerror})", "a readable file") from error
+        raise _bad(
+            error.filename or idx_file, f"cannot be read ({error.strerror})", "a readable file"
+        ) from error
     head = index[:9].tobytes()
     if head == b"MMIDIDX\0\0":
         dtype, lens, docs = _read_mmap_index(index, idx_file)
@@ -430,7 +449,8 @@ def _integer_type(code: int, file: str) -> np.dtype:
 
 
 def _read_mmap_index(index: np.ndarray, file: str) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """magic(9) version(8) type(1) sequences(8) boundaries(8) sizes[int32] pointers[int64] docs[int64] modes[int8]?"""
+    """magic(9) version(8) type(1) sequences(8) boundaries(8) sizes[int32] pointers[int64] docs[int64]
+    modes[int8]?"""
     version, code, sequences, boundaries = _unpack(index, "<QBQQ", 9, file)
     if version != 1:
         raise _bad(file, f"version {version}", "version 1")
@@ -447,7 +467,8 @@ def _read_mmap_index(index: np.ndarray, file: str) -> tuple[np.dtype, np.ndarray
 
 
 def _read_lazy_index(index: np.ndarray, file: str) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """magic(8) version type size sequences sides boundaries (8 each) dims data[int64] sizes[int32 or int64] docs[int64]
+    """magic(8) version type size sequences sides boundaries (8 each) dims data[int64] sizes[int32 or int64]
+    docs[int64]
 
     Megatron-LM wrote the sizes as int64, PaddleNLP as int32: the length of the file tells which.
     """
@@ -456,7 +477,9 @@ def _read_lazy_index(index: np.ndarray, file: str) -> tuple[np.dtype, np.ndarray
         raise _bad(file, f"version {version}", "version 1")
     dtype = _integer_type(code, file)
     if itemsize != dtype.itemsize or sides != sequences:
-        raise _bad(file, f"ids of {itemsize} bytes, {sides} sides", f"{dtype.itemsize} bytes, {sequences} sides")
+        raise _bad(
+            file, f"ids of {itemsize} bytes, {sides} sides", f"{dtype.itemsize} bytes, {sequences} sides"
+        )
     offset = 8 + struct.calcsize("<6Q")
     fixed = offset + 16 * (sequences + 1) + 8 * boundaries
     side = "<i8" if len(index) == fixed + 8 * sides else "<i4"
@@ -475,12 +498,13 @@ def _check_contiguous(pointers: np.ndarray, lens: np.ndarray, itemsize: int, fil
     if len(wrong):
         place = int(wrong[0])
         raise _bad(
-            file, f"sequence {place} starts at {int(pointers[place])}", f"{int(expected[place]) * itemsize}: sequences "
-            "one after another",
-        )  # fmt: skip
+            file,
+            f"sequence {place} starts at {int(pointers[place])}",
+            f"{int(expected[place]) * itemsize}, so that sequences follow one another",
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -490,8 +514,9 @@ class TokenFileWriter:
         with TokenFileWriter("data/corpus", vocab_size=32000) as writer:
             writer.add_document(ids)
 
-    Everything streams into a hidden folder beside the target. Only a successful exit renames both files into place; an
-    exception, or no document at all (a ValueError), leaves nothing new behind and the old files as they were.
+    Everything streams into a hidden folder beside the target. Only a successful exit renames both files into
+    place; an exception, or no document at all (a ValueError), leaves nothing new behind and the old files as
+    they were.
     """
 
     def __init__(self, prefix: str | os.PathLike, vocab_size: int):
@@ -500,7 +525,9 @@ class TokenFileWriter:
         self.dtype = token_dtype(vocab_size)
         self.num_documents = self.num_sequences = self.num_tokens = 0
         if os.path.isdir(self.prefix) or not os.path.basename(self.prefix):
-            raise ValueError(f"{self.prefix}: a folder; expected a prefix, such as {Path(self.prefix) / 'corpus'}")
+            raise ValueError(
+                f"{self.prefix}: a folder; expected a prefix, such as {Path(self.prefix) / 'corpus'}"
+            )
         self._folder = None
 
     def __enter__(self) -> TokenFileWriter:
@@ -510,9 +537,12 @@ class TokenFileWriter:
             os.makedirs(parent, exist_ok=True)
             self._folder = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent)
         except OSError as error:
-            raise ValueError(f"{parent}: cannot be written to ({error.strerror}); choose another output") from error
+            raise ValueError(
+                f"{parent}: cannot be written to ({error.strerror}); choose another output"
+            ) from error
         self._ids, self._lens, self._docs = (
-            open(os.path.join(self._folder, part), "wb", buffering=1 << 20) for part in ("ids.npy", "lens", "docs")
+            open(os.path.join(self._folder, part), "wb", buffering=1 << 20)
+            for part in ("ids.npy", "lens", "docs")
         )
         self._ids.write(bytes(_NPY_HEADER_BYTES))
         self._docs.write(struct.pack("<q", 0))
@@ -521,7 +551,8 @@ class TokenFileWriter:
     def add_document(self, ids: np.ndarray, lens: np.ndarray | None = None) -> None:
         """Append one document: 1-D integer ids within 0..vocab_size-1, one or more.
 
-        `lens` divides it into sequences (default: one). Raises ValueError for anything else; nothing of it is kept.
+        `lens` divides it into sequences (default: one). Raises ValueError for anything else; nothing of it is
+        kept.
         """
         ids = np.asarray(ids)
         where = f"document {self.num_documents} for {self.prefix}"
@@ -529,10 +560,20 @@ class TokenFileWriter:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             outside = low if low < 0 else high
-            raise _bad(where, f"id {outside}", f"ids within 0..{self.vocab_size - 1}", "Use the tokenizer of this size.")
+            raise _bad(
+                where,
+                f"id {outside}",
+                f"ids within 0..{self.vocab_size - 1}",
+                "Use the tokenizer of this size.",
+            )
         lens = np.array([len(ids)]) if lens is None else np.asarray(lens)
         if lens.sum() != len(ids) or lens.min() < 0 or lens.max() > INT32_MAX:
-            raise _bad(where, f"sequence lengths {lens[:5]}..., {len(ids)} ids", "int32 lengths that add up", "Split it.")
+            raise _bad(
+                where,
+                f"sequence lengths {lens[:5]}..., {len(ids)} ids",
+                "int32 lengths that add up",
+                "Split it.",
+            )
         self._ids.write(np.ascontiguousarray(ids, self.dtype))
         self._lens.write(lens.astype("<i4"))
         self.num_documents += 1
@@ -576,8 +617,8 @@ class TokenFileWriter:
     def _swap_in(self, *new: str) -> None:
         """Rename the new files into place, or on a fault put the old ones back.
 
-        The old ones move away first, so that a process killed in between never leaves new ids with an old index: a file
-        is missing then, which readers report.
+        The old ones move away first, so that a process killed in between never leaves new ids with an old
+        index: a file is missing then, which readers report.
         """
         targets = [self.prefix + ending for ending in NPY_ENDINGS]
         renames = [(target, os.path.join(self._folder, f"old{i}")) for i, target in enumerate(targets)]

@@ -1,9 +1,9 @@
 """Pretraining data: which corpora, which share of each for training, validation and testing, and the samples.
 
-    parse_input_dir            the --input_dir flag      ->  [prefix]  or  [weight, prefix, weight, prefix, ...]
-    parse_splits, split_bounds the --split flag          ->  ranges of sequences
-    build_train_valid_test_datasets                      ->  three datasets of {"text": int64 (seq_length + 1,)}
-    collate                    a list of samples         ->  {"input_ids", "labels"}, int64 (B, T)
+parse_input_dir            the --input_dir flag      ->  [prefix]  or  [weight, prefix, weight, prefix,
+...] parse_splits, split_bounds the --split flag          ->  ranges of sequences
+build_train_valid_test_datasets                      ->  three datasets of {"text": int64 (seq_length +
+1,)} collate                    a list of samples         ->  {"input_ids", "labels"}, int64 (B, T)
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ logger = logging.getLogger("ernie35se")
 
 SPLIT_NAMES = ("train", "valid", "test")
 MAX_BLENDED = 32767  # the mixture's index is int16
-# A blended dataset prepares 0.5 % more than its share, as in Megatron-LM: the mixture may run a little ahead of it.
+# A blended dataset prepares 0.5 % more than its share, as in Megatron-LM: the mixture may run a little ahead
+# of it.
 BLEND_MARGIN = 1.005
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Flags
 
 
 def parse_splits(text: str) -> list[float]:
-    """"949,50,1" (or with "/") as three shares of train, valid and test that add up to 1; missing ones are 0.
+    """Shares of train, valid and test that add up to 1, from "949,50,1" or "949/50/1"; missing ones are 0.
 
     Raises ValueError for more than three, or anything but finite numbers of 0 or more with a sum above 0.
     """
 
     def bad(seen: str) -> ValueError:
         return ValueError(
-            f"--split {text!r}: {seen}; expected up to three shares (train, valid, test) of 0 or more, such as 949,50,1"
+            f"--split {text!r}: {seen}; expected up to three shares (train, valid, test) of 0 or more, "
+            "such as 949,50,1"
         )
 
     parts = str(text).replace("/", ",").split(",")
@@ -75,13 +77,15 @@ def split_bounds(shares: Sequence[float], size: int) -> list[int]:
 def parse_input_dir(text: str | os.PathLike) -> list:
     """`--input_dir` as prefixes: [p] for one corpus, else [weight, p, weight, p, ...] with float weights.
 
-    It is a folder (all token files in it, sorted, weight 1.0 each), one prefix, or "weight prefix weight prefix ...".
-    What exists under the whole text is taken as that, so paths may hold spaces or look like numbers; in a list, quote
-    such a path: `0.3 "my data/a" 0.7 b`. Raises ValueError for anything else.
+    It is a folder (all token files in it, sorted, weight 1.0 each), one prefix, or "weight prefix weight
+    prefix ...". What exists under the whole text is taken as that, so paths may hold spaces or look like
+    numbers; in a list, quote such a path: `0.3 "my data/a" 0.7 b`. Raises ValueError for anything else.
     """
     text = os.fspath(text)
     if not text.strip():
-        raise ValueError("--input_dir is empty; expected a folder of token files, a prefix, or: weight prefix ...")
+        raise ValueError(
+            "--input_dir is empty; expected a folder of token files, a prefix, or: weight prefix ..."
+        )
     try:
         words = shlex.split(text)
     except ValueError as error:  # an unclosed quote: one path, or nothing that can be read
@@ -94,15 +98,18 @@ def parse_input_dir(text: str | os.PathLike) -> list:
     if len(words) % 2 or None in weights:
         wrong = words[2 * weights.index(None)] if None in weights else words[-1]
         raise ValueError(
-            f"--input_dir {text!r}: no such folder or prefix, and as a mixture it is wrong at {wrong!r}; expected "
-            'a weight above 0 before each prefix, such as "0.3 data/a 0.7 data/b" (quote a path that holds spaces)'
+            f"--input_dir {text!r}: no such folder or prefix, and as a mixture it is wrong at {wrong!r}; "
+            'expected a weight above 0 before each prefix, such as "0.3 data/a 0.7 data/b" (quote a path '
+            "that holds spaces)"
         )
     prefixes = [_only_prefix(word) for word in words[1::2]]
     return prefixes if len(prefixes) == 1 else [item for pair in zip(weights, prefixes) for item in pair]
 
 
 def _is_corpus(path: str) -> bool:
-    return os.path.exists(path) or any(os.path.exists(path + end) for end in ("_ids.npy", "_idx.npz", ".bin", ".idx"))
+    return os.path.exists(path) or any(
+        os.path.exists(path + end) for end in ("_ids.npy", "_idx.npz", ".bin", ".idx")
+    )
 
 
 def _weight(word: str | float) -> float | None:
@@ -117,13 +124,13 @@ def _only_prefix(path: str) -> str:
     prefixes = find_prefixes(path)
     if len(prefixes) > 1:
         raise ValueError(
-            f"--input_dir: {path} holds {len(prefixes)} token files ({', '.join(prefixes[:5])}); expected one prefix "
-            "after a weight. Name each with its own weight."
+            f"--input_dir: {path} holds {len(prefixes)} token files ({', '.join(prefixes[:5])}); expected "
+            "one prefix after a weight. Name each with its own weight."
         )
     return prefixes[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Datasets
 
 
@@ -189,15 +196,16 @@ def build_train_valid_test_datasets(
 ) -> list:
     """[train, valid, test] datasets with at least `num_samples` samples each, whole epochs of their split.
 
-    prefixes: [p], or [weight, p, weight, p, ...] for a mixture. splits: "949,50,1". vocab_size: where given, every id
-    must be below it. A dataset is None where its split has no documents, and where no samples are asked of a split that
-    is too short to give one or of a mixture.
+    prefixes: [p], or [weight, p, weight, p, ...] for a mixture. splits: "949,50,1". vocab_size: where given,
+    every id must be below it. A dataset is None where its split has no documents, and where no samples are
+    asked of a split that is too short to give one or of a mixture.
 
-    Several processes: exactly one a node has `is_builder`, and all pass `barrier` (a function that returns once all
-    have called it; called once, also when building fails). The others wait and load what the builder wrote.
+    Several processes: exactly one a node has `is_builder`, and all pass `barrier` (a function that returns
+    once all have called it; called once, also when building fails). The others wait and load what the builder
+    wrote.
 
-    Raises ValueError for malformed files, ids outside the vocabulary, a split that is asked for samples and has fewer
-    than seq_length + 1 tokens, and a cache folder that cannot be written.
+    Raises ValueError for malformed files, ids outside the vocabulary, a split that is asked for samples and
+    has fewer than seq_length + 1 tokens, and a cache folder that cannot be written.
     """
     weights, paths = _parse_prefixes(prefixes)
     shares = parse_splits(splits)
@@ -241,9 +249,11 @@ def _build_single(corpus: _Corpus, split: int, num_samples: int, request: _Reque
     return PretrainDataset(corpus.tokens, maps)
 
 
-def _build_blend(corpora: list[_Corpus], split: int, num_samples: int, request: _Request) -> BlendedDataset | None:
-    """Mixture of one split. A corpus without documents in it is left out; so is one too short for a sample, unless it
-    is the training split (then, or when nothing is left, building it raises): both are said."""
+def _build_blend(
+    corpora: list[_Corpus], split: int, num_samples: int, request: _Request
+) -> BlendedDataset | None:
+    """Mixture of one split. A corpus without documents in it is left out; so is one too short for a sample,
+    unless it is the training split (then, or when nothing is left, building it raises): both are said."""
     if num_samples == 0:
         return None
     present = [corpus for corpus in corpora if corpus.bounds[split] < corpus.bounds[split + 1]]
@@ -262,7 +272,9 @@ def _build_blend(corpora: list[_Corpus], split: int, num_samples: int, request: 
     sizes = [math.ceil(num_samples * weight * BLEND_MARGIN) for weight in weights]
     datasets = [_build_single(corpus, split, size, request) for corpus, size in zip(used, sizes)]
     for corpus, weight in zip(used, weights):
-        logger.info("the %s mixture takes %.2f %% from %s", SPLIT_NAMES[split], 100 * weight, corpus.tokens.prefix)
+        logger.info(
+            "the %s mixture takes %.2f %% from %s", SPLIT_NAMES[split], 100 * weight, corpus.tokens.prefix
+        )
     return BlendedDataset(datasets, weights, sum(sizes))
 
 
@@ -272,9 +284,13 @@ def _parse_prefixes(prefixes: Sequence) -> tuple[list[float], list[str]]:
     if len(prefixes) == 1:
         return [1.0], [os.fspath(prefixes[0])]
     if len(prefixes) == 0 or len(prefixes) % 2:
-        raise ValueError(f"prefixes {list(prefixes)!r}: expected [prefix] or [weight, prefix, weight, prefix, ...]")
+        raise ValueError(
+            f"prefixes {list(prefixes)!r}: expected [prefix] or [weight, prefix, weight, prefix, ...]"
+        )
     if len(prefixes) // 2 > MAX_BLENDED:
-        raise ValueError(f"{len(prefixes) // 2} corpora to blend; expected at most {MAX_BLENDED}. Merge some first.")
+        raise ValueError(
+            f"{len(prefixes) // 2} corpora to blend; expected at most {MAX_BLENDED}. Merge some first."
+        )
     weights = [_weight(weight) for weight in prefixes[0::2]]
     if None in weights:
         wrong = prefixes[2 * weights.index(None)]
@@ -284,7 +300,9 @@ def _parse_prefixes(prefixes: Sequence) -> tuple[list[float], list[str]]:
 
 def _check_numbers(num_samples: Sequence[int], seq_length: int, seed: int) -> None:
     if len(num_samples) != 3 or min(num_samples) < 0:
-        raise ValueError(f"num_samples {list(num_samples)}: expected three counts of 0 or more (train, valid, test)")
+        raise ValueError(
+            f"num_samples {list(num_samples)}: expected three counts of 0 or more (train, valid, test)"
+        )
     if seq_length < 1:
         raise ValueError(f"seq_length {seq_length}: expected at least 1")
     if not 0 <= seed < 2**32:

@@ -6,7 +6,8 @@ import pytest
 
 @pytest.fixture
 def make_corpus(tmp_path):
-    """make_corpus(name, lens, seed=0, low=3, high=320) -> prefix of an .npy/.npz corpus of random ids, one sequence a document."""
+    """make_corpus(name, lens, seed=0, low=3, high=320) -> prefix of an .npy/.npz corpus of random ids, one
+    sequence a document."""
 
     def make(name, lens, seed=0, low=3, high=320):
         prefix = tmp_path / name

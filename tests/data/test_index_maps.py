@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ernie35se.data import index_maps
-from ernie35se.data.index_maps import IndexCache, build_index_maps, build_sample_idx, num_epochs, sample_idx_by_search
+from ernie35se.data.index_maps import (
+    IndexCache,
+    build_index_maps,
+    build_sample_idx,
+    num_epochs,
+    sample_idx_by_search,
+)
 from ernie35se.data.indexed import open_tokens
 
 
@@ -91,7 +97,10 @@ def test_maps_are_as_defined(lens, wanted, seq_length, seed):
         return
     maps = build_index_maps(lens, first, last, wanted, seq_length, seed)
     assert tuple(array.tolist() for array in maps) == plain_maps(lens, first, last, wanted, seq_length, seed)
-    assert sorted(maps.shuffle_idx.tolist()) == list(range(len(maps.sample_idx) - 1)) and len(maps.shuffle_idx) >= wanted
+    assert (
+        sorted(maps.shuffle_idx.tolist()) == list(range(len(maps.sample_idx) - 1))
+        and len(maps.shuffle_idx) >= wanted
+    )
     assert [array.dtype for array in maps] == [np.int32, np.int32, np.uint32]
 
 
@@ -129,7 +138,7 @@ def test_many_epochs_past_int32():
     assert len(maps.doc_idx) == 10 and maps.sample_idx.tolist() == python_cuts(lens, maps.doc_idx, seq_length)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Cache
 
 
@@ -205,7 +214,9 @@ def test_ids_are_checked_also_from_the_record(corpus):
     top = cache.scan().max_id
     for _ in range(2):
         assert IndexCache(open_tokens(corpus)).scan(top + 1).max_id == top
-        with pytest.raises(ValueError, match=f"c_ids.npy: id {top} at token .*expected ids within 0..{top - 1}"):
+        with pytest.raises(
+            ValueError, match=f"c_ids.npy: id {top} at token .*expected ids within 0..{top - 1}"
+        ):
             IndexCache(open_tokens(corpus)).scan(top)
 
 
@@ -270,22 +281,30 @@ def test_folder_that_cannot_be_written(corpus, tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(os, "replace", refuse)
     assert same(maps, get(corpus))  # what is there is still used
-    with pytest.raises(ValueError, match="index-cache: index maps cannot be written there .Permission denied"):
+    with pytest.raises(
+        ValueError, match="index-cache: index maps cannot be written there .Permission denied"
+    ):
         get(corpus, args=("train", 0, 7, 21, 6, 1))
     assert len(os.listdir(Path(corpus).parent / "index-cache")) == 2  # nothing half-written stays
 
 
 def test_few_tokens_are_named_instead_of_endless_epochs(make_corpus):
     corpus = make_corpus("seven", [3, 4, 5, 6, 7, 8, 9])
-    with pytest.raises(ValueError, match="train split of .*seven: its 7 documents hold 42 tokens; expected at least 4097"):
+    with pytest.raises(
+        ValueError, match="train split of .*seven: its 7 documents hold 42 tokens; expected at least 4097"
+    ):
         get(corpus, args=("train", 0, 7, 1000, 4096, 1))
-    with pytest.raises(ValueError, match="valid split of .*seven: its 1 documents hold 8 tokens; expected at least 9"):
+    with pytest.raises(
+        ValueError, match="valid split of .*seven: its 1 documents hold 8 tokens; expected at least 9"
+    ):
         get(corpus, args=("valid", 5, 6, 1, 8, 1))
     assert len(get(corpus, args=("valid", 5, 6, 1, 7, 1)).shuffle_idx) == 1
 
 
 def test_a_process_that_does_not_build_waits_for_the_file(corpus, builds):
-    with pytest.raises(ValueError, match="no index maps there; expected the node's building process.*--data_cache_path"):
+    with pytest.raises(
+        ValueError, match="no index maps there; expected the node's building process.*--data_cache_path"
+    ):
         get(corpus, is_builder=False)
     assert not builds and not (Path(corpus).parent / "index-cache").exists()
     maps = get(corpus)

@@ -18,7 +18,13 @@ from ernie35se.data.indexed import TokenFileWriter, find_prefixes, open_tokens, 
 IDS = np.array([5, 6, 7, 8, 9, 4, 65000], np.uint16)
 LENS = np.array([3, 2, 0, 1, 1], np.int32)
 DOCS = np.array([0, 1, 3, 5])
-CODE = {np.dtype(np.uint8): 1, np.dtype(np.int32): 4, np.dtype(np.int64): 5, np.dtype(np.float32): 7, np.dtype(np.uint16): 8}
+CODE = {
+    np.dtype(np.uint8): 1,
+    np.dtype(np.int32): 4,
+    np.dtype(np.int64): 5,
+    np.dtype(np.float32): 7,
+    np.dtype(np.uint16): 8,
+}
 
 
 def write_npy(prefix, ids=IDS, lens=LENS, docs=DOCS):
@@ -36,10 +42,18 @@ def mmap_index(ids=IDS, lens=LENS, docs=DOCS, modes=False, version=1, code=None)
 
 def lazy_index(ids=IDS, lens=LENS, docs=DOCS, size_type="<i4"):
     """The older form, `TNTIDX`, by fairseq's, Megatron-LM's (int64 sizes) and PaddleNLP's (int32) layout."""
-    head = b"TNTIDX\x00\x00" + struct.pack("<6Q", 1, CODE[ids.dtype], ids.itemsize, len(lens), len(lens), len(docs))
+    head = b"TNTIDX\x00\x00" + struct.pack(
+        "<6Q", 1, CODE[ids.dtype], ids.itemsize, len(lens), len(lens), len(docs)
+    )
     pointers = np.concatenate([[0], np.cumsum(lens)]).astype("<i8")
     dims = np.arange(len(lens) + 1, dtype="<i8")
-    return head + dims.tobytes() + pointers.tobytes() + lens.astype(size_type).tobytes() + docs.astype("<i8").tobytes()
+    return (
+        head
+        + dims.tobytes()
+        + pointers.tobytes()
+        + lens.astype(size_type).tobytes()
+        + docs.astype("<i8").tobytes()
+    )
 
 
 def write_bin(prefix, index, ids=IDS):
@@ -62,7 +76,12 @@ def test_every_form_reads_the_same(tmp_path, form):
     tokens = open_tokens(tmp_path / "c")
     assert [tokens.read(i).tolist() for i in range(5)] == [[5, 6, 7], [8, 9], [], [4], [65000]]
     assert [tokens.document(i).tolist() for i in range(3)] == [[5, 6, 7], [8, 9], [4, 65000]]
-    assert (tokens.num_tokens, tokens.num_sequences, tokens.num_documents, tokens.dtype) == (7, 5, 3, np.uint16)
+    assert (tokens.num_tokens, tokens.num_sequences, tokens.num_documents, tokens.dtype) == (
+        7,
+        5,
+        3,
+        np.uint16,
+    )
     assert tokens.read(0, 1).tolist() == [6, 7] and tokens.read(0, 1, 1).tolist() == [6]
     tokens.check(65001)
     assert tokens.lens.dtype == np.int32 and tokens.docs.dtype == np.int64
@@ -92,7 +111,9 @@ def test_changed_content_of_the_same_size_is_noticed_in_one_process(tmp_path):
     with open(f"{tmp_path}/c_ids.npy", "r+b") as stream:
         stream.seek(-2, os.SEEK_END)
         stream.write(struct.pack("<H", 3))
-    os.utime(f"{tmp_path}/c_ids.npy", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # even where the times are put back
+    os.utime(
+        f"{tmp_path}/c_ids.npy", ns=(stat.st_atime_ns, stat.st_mtime_ns)
+    )  # even where the times are put back
     assert tokens.fingerprint() != before
 
 
@@ -154,7 +175,7 @@ MALFORMED = {
     "npz empty": ("_idx.npz", b"", "not a readable .npz"),
     "npz other content": ("_idx.npz", npy(LENS), "not a readable .npz"),
     "npz cut short": ("_idx.npz", npz(lens=LENS, docs=DOCS)[:-30], "not a readable .npz"),
-    "npz without docs": ("_idx.npz", npz(lens=LENS, doc=DOCS), "holds lens.npy, doc.npy; expected.*lens and docs"),
+    "npz without docs": ("_idx.npz", npz(lens=LENS, doc=DOCS), "lens.npy, doc.npy; expected.* and docs"),
     "npz without lens": ("_idx.npz", npz(docs=DOCS), "holds docs.npy"),
     "npz of objects": ("_idx.npz", npz(lens=OBJECTS, docs=DOCS), "Python objects"),
     "npz of floats": ("_idx.npz", npz(lens=LENS * 1.0, docs=DOCS), "lens in .* float64 values"),
@@ -177,7 +198,7 @@ MALFORMED = {
     "idx float": (".idx", mmap_index(code=7), r"type code 7 \(float32\); expected an integer"),
     "idx unknown type": (".idx", mmap_index(code=99), "type code 99"),
     "idx claims 2^60 sequences": (".idx", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2**60, 1), "cut short"),
-    "idx pointers": (".idx", mmap_index()[:59] + b"\x01" + mmap_index()[60:], "sequence 0 starts at .*; expected 0"),
+    "idx pointers": (".idx", mmap_index()[:59] + b"\1" + mmap_index()[60:], "sequence 0 starts at .*expected 0"),
     "idx of another corpus": (".idx", mmap_index(lens=LENS + 1), "add up to 12 tokens but .*bin holds 7"),
     "bin of half an id": (".bin", IDS.tobytes()[:-1], "13 bytes; expected a multiple of 2"),
     "bin empty": (".bin", b"", "0 bytes"),
@@ -235,13 +256,19 @@ def test_find_prefixes(tmp_path):
     expected = [str(tmp_path / name) for name in ("0.5", "a b", "b", "m")]
     assert find_prefixes(tmp_path) == find_prefixes(f"{tmp_path}") == expected
     assert [find_prefixes(prefix) for prefix in expected] == [[prefix] for prefix in expected]
-    assert find_prefixes(tmp_path / "b_idx.npz") == find_prefixes(tmp_path / "b_ids.npy") == [str(tmp_path / "b")]
+    assert (
+        find_prefixes(tmp_path / "b_idx.npz")
+        == find_prefixes(tmp_path / "b_ids.npy")
+        == [str(tmp_path / "b")]
+    )
 
 
 def test_wrong_folder_lists_what_is_there(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
     for path in (tmp_path, tmp_path / "corpus"):
-        with pytest.raises(ValueError, match="_ids.npy and .*_idx.npz, or .*holds corpus.jsonl.*create_pretraining_data"):
+        with pytest.raises(
+            ValueError, match="_ids.npy and .*_idx.npz, or .*holds corpus.jsonl.*create_pretraining_data"
+        ):
             find_prefixes(path)
     with pytest.raises(ValueError, match="holds corpus.jsonl"):
         open_tokens(tmp_path / "c")
@@ -361,7 +388,9 @@ def test_damaged_files_raise_only_value_errors(tmp_path_factory, data):
         if what == "cut":
             del content[place : place + data.draw(st.integers(1, len(content) + 1))]
         else:
-            new = data.draw(st.one_of(st.binary(min_size=1, max_size=9), st.sampled_from([b"\xff" * 8, bytes(8)])))
+            new = data.draw(
+                st.one_of(st.binary(min_size=1, max_size=9), st.sampled_from([b"\xff" * 8, bytes(8)]))
+            )
             content[place : place + (0 if what == "insert" else len(new))] = new
     file.write_bytes(content)
     try:
@@ -371,4 +400,8 @@ def test_damaged_files_raise_only_value_errors(tmp_path_factory, data):
         assert str(prefix) in str(error)
         return
     joined = [tokens.document(i) for i in range(tokens.num_documents)]
-    assert sum(map(len, joined)) == tokens.num_tokens == sum(len(tokens.read(i)) for i in range(tokens.num_sequences))
+    assert (
+        sum(map(len, joined))
+        == tokens.num_tokens
+        == sum(len(tokens.read(i)) for i in range(tokens.num_sequences))
+    )

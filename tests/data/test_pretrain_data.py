@@ -24,7 +24,7 @@ from ernie35se.data.pretrain import (
     split_bounds,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Reference values and brute force
 
 
@@ -138,12 +138,17 @@ def test_corpus_past_int32_is_read_right(tmp_path):
     assert seen >= 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Splits
 
 
 def test_parse_splits():
-    assert parse_splits("949,50,1") == parse_splits("949/50/1") == parse_splits(" 949 , 50, 1 ") == [0.949, 0.05, 0.001]
+    assert (
+        parse_splits("949,50,1")
+        == parse_splits("949/50/1")
+        == parse_splits(" 949 , 50, 1 ")
+        == [0.949, 0.05, 0.001]
+    )
     assert parse_splits("1") == parse_splits("3,0") == [1.0, 0.0, 0.0]
     assert parse_splits("0,1,0") == [0.0, 1.0, 0.0]
 
@@ -151,7 +156,8 @@ def test_parse_splits():
 @pytest.mark.parametrize("text, words", [
     ("0,0,0", "the sum is 0"), ("", "'' is not a number"), ("949,50,", "'' is not a number"),
     ("1,-1,1", "-1 is not a finite number"), ("nan,1,1", "nan is not"), ("inf", "inf is not"),
-    ("1,2,3,4", "4 numbers"), ("a,b", "'a' is not"), ("1e308,1e308,1e308", "the sum is inf"), ("1 2", "'1 2' is not"),
+    ("1,2,3,4", "4 numbers"), ("a,b", "'a' is not"), ("1e308,1e308,1e308", "the sum is inf"),
+    ("1 2", "'1 2' is not"),
 ])  # fmt: skip
 def test_splits_that_are_refused(text, words):
     with pytest.raises(ValueError, match=f"--split .*{words}.*expected up to three shares.*949,50,1"):
@@ -181,12 +187,14 @@ def test_split_bounds(shares, size):
         assert share > 0 or first == last
 
 
-@pytest.mark.parametrize("size, bounds", [(200, [0, 190, 200, 200]), (1, [0, 1, 1, 1]), (3, [0, 3, 3, 3]), (20, [0, 19, 20, 20])])
+@pytest.mark.parametrize(
+    "size, bounds", [(200, [0, 190, 200, 200]), (1, [0, 1, 1, 1]), (3, [0, 3, 3, 3]), (20, [0, 19, 20, 20])]
+)
 def test_split_bounds_round_as_megatron(size, bounds):
     assert split_bounds(parse_splits("949,50,1"), size) == bounds
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # --input_dir
 
 
@@ -197,13 +205,23 @@ def test_input_dir_forms(make_corpus, tmp_path, monkeypatch):
     folder, spaced_folder = str(tmp_path / "folder"), str(tmp_path / "0.3 other data")
     assert parse_input_dir(folder) == [1.0, a, 1.0, b]
     assert parse_input_dir(a) == parse_input_dir(f" {a} ") == parse_input_dir(f"{a}_ids.npy") == [a]
-    assert parse_input_dir(spaced_folder) == parse_input_dir(spaced) == parse_input_dir(f"'{spaced}'") == [spaced]
+    assert (
+        parse_input_dir(spaced_folder)
+        == parse_input_dir(spaced)
+        == parse_input_dir(f"'{spaced}'")
+        == [spaced]
+    )
     assert parse_input_dir(number) == parse_input_dir(f"1 {number}") == [number]
     assert parse_input_dir(f"0.3 {a} 0.7 {b}") == parse_input_dir(f"0.3  {a}\n.7 {b}") == [0.3, a, 0.7, b]
     assert parse_input_dir(f"0.3 '{spaced}' 7e-1 {number}") == [0.3, spaced, 0.7, number]
     assert parse_input_dir(f'2 "{spaced_folder}" 1 {a}') == [2.0, spaced, 1.0, a]
     monkeypatch.chdir(tmp_path)
-    assert parse_input_dir("2024") == ["2024"] and parse_input_dir("1 2024 2 2024") == [1.0, "2024", 2.0, "2024"]
+    assert parse_input_dir("2024") == ["2024"] and parse_input_dir("1 2024 2 2024") == [
+        1.0,
+        "2024",
+        2.0,
+        "2024",
+    ]
     assert parse_input_dir(Path("folder/a")) == ["folder/a"]
 
 
@@ -213,7 +231,8 @@ def test_input_dir_forms(make_corpus, tmp_path, monkeypatch):
     ("a b", "wrong at 'a'"), ("0.3 {a} 0.7", "wrong at '0.7'"), ("{a} {a}", "wrong at '.*a'"),
     ("-1 {a} 2 {a}", "wrong at '-1'"), ("0 {a} 2 {a}", "wrong at '0'"), ("nan {a} 2 {a}", "wrong at 'nan'"),
     ("0.3 {a} 0.7 nowhere", "nowhere: neither"), ("0.3 {a} 0.7 {folder}", "holds 2 token files"),
-    ("{empty}", "no token files in this folder.*empty"), ("it's here", "neither a folder"), ("''", "neither a folder"),
+    ("{empty}", "no token files in this folder.*empty"), ("it's here", "neither a folder"),
+    ("''", "neither a folder"),
 ])  # fmt: skip
 def test_input_dirs_that_are_refused(make_corpus, tmp_path, text, words):
     a = make_corpus("folder/a", [4])
@@ -233,7 +252,7 @@ def test_any_input_dir_text_is_read_or_a_value_error(text):
         pass
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Building
 
 
@@ -250,14 +269,22 @@ def test_a_tiny_corpus_in_a_mixture_wraps(make_corpus):
 
 def test_few_documents_are_named(make_corpus, caplog):
     seven = make_corpus("seven", [100] * 7)
-    with pytest.raises(ValueError, match="train split of .*seven: its 7 documents hold 700 tokens; expected at least 4097"):
+    with pytest.raises(
+        ValueError, match="train split of .*seven: its 7 documents hold 700 tokens; expected at least 4097"
+    ):
         build_train_valid_test_datasets([seven], "1", [100, 0, 0], 4096, 1)
-    with pytest.raises(ValueError, match="valid split .*1 documents hold 100 tokens; expected at least 129.*--split"):
+    with pytest.raises(
+        ValueError, match="valid split .*1 documents hold 100 tokens; expected at least 129.*--split"
+    ):
         build_train_valid_test_datasets([seven], "6,1", [10, 10, 0], 128, 1)
     train, valid, test = build_train_valid_test_datasets([seven], "6,1", [10, 0, 0], 128, 1)
     assert len(train) >= 10 and valid is None and test is None  # nothing was asked of the short split
     train, valid, _ = build_train_valid_test_datasets([seven], "949,50,1", [10, 10, 10], 128, 1)
-    assert valid is None and "the valid split of " in caplog.text and "has none of its 7 documents" in caplog.text
+    assert (
+        valid is None
+        and "the valid split of " in caplog.text
+        and "has none of its 7 documents" in caplog.text
+    )
     train, valid, _ = build_train_valid_test_datasets([seven], "6,1", [0, 0, 0], 50, 1)
     assert len(train) == 11 and len(valid) == 1  # one epoch where none were asked for
 
@@ -266,9 +293,13 @@ def test_mixture_without_or_with_a_short_split(make_corpus, caplog):
     small, large = make_corpus("small", [10] * 4), make_corpus("large", [10] * 400, seed=1)
     _, valid, _ = build_train_valid_test_datasets([1, small, 3, large], "9,1", [1, 20, 0], 16, 1)
     assert f"the valid mixture goes without {small}" in caplog.text and len(valid) == 21
-    _, valid, _ = build_train_valid_test_datasets([1, small, 3, large], "3,1", [1, 20, 0], 16, 1)  # 10 tokens of 17
+    _, valid, _ = build_train_valid_test_datasets(
+        [1, small, 3, large], "3,1", [1, 20, 0], 16, 1
+    )  # 10 tokens of 17
     assert "holds 10 tokens, a sample needs 17" in caplog.text and len(valid) == 21
-    with pytest.raises(ValueError, match="train split of .*small: its 4 documents hold 40 tokens; expected at least 65"):
+    with pytest.raises(
+        ValueError, match="train split of .*small: its 4 documents hold 40 tokens; expected at least 65"
+    ):
         build_train_valid_test_datasets([1, small, 3, large], "1", [10, 0, 0], 64, 1)
     with pytest.raises(ValueError, match="valid split of .*small"):
         build_train_valid_test_datasets([1, small, 1, small], "3,1", [1, 1, 0], 16, 1)
@@ -288,7 +319,8 @@ def test_ids_past_the_vocabulary_are_refused(make_corpus):
     ({"prefixes": [1, "c", 2]}, r"expected \[prefix\]"), ({"prefixes": ["c", 1]}, "weight 'c'"),
     ({"prefixes": [-1, "c"]}, "weight -1"), ({"prefixes": ["nowhere"]}, "no token file there"),
     ({"prefixes": [1, "c"] * 32768}, "at most 32767"),
-    ({"splits": "0"}, "--split"), ({"num_samples": [1, 2]}, "three counts"), ({"num_samples": [1, -2, 0]}, "three counts"),
+    ({"splits": "0"}, "--split"), ({"num_samples": [1, 2]}, "three counts"),
+    ({"num_samples": [1, -2, 0]}, "three counts"),
     ({"seq_length": 0}, "seq_length 0"), ({"seed": -1}, "seed -1"), ({"seed": 2**32}, "seed"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(make_corpus, tmp_path, monkeypatch, change, words):
@@ -300,7 +332,7 @@ def test_arguments_that_are_refused(make_corpus, tmp_path, monkeypatch, change, 
         build_train_valid_test_datasets(**{**good, **change})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------
 # Several processes
 
 
@@ -308,7 +340,11 @@ def test_one_builder_a_node_others_wait_and_load(make_corpus, monkeypatch):
     prefixes = [0.4, make_corpus("a", [20] * 40), 0.6, make_corpus("b", [20] * 40, seed=1)]
     built_by, results = [], {}
     real = index_maps.build_index_maps
-    monkeypatch.setattr(index_maps, "build_index_maps", lambda *a: built_by.append(threading.current_thread().name) or real(*a))
+    monkeypatch.setattr(
+        index_maps,
+        "build_index_maps",
+        lambda *a: built_by.append(threading.current_thread().name) or real(*a),
+    )
     barrier = threading.Barrier(3, timeout=30)
 
     def run(rank):
@@ -342,7 +378,9 @@ def test_processes_agree_and_a_failing_builder_hangs_nobody(make_corpus, fails):
         (Path(prefix).parent / "index-cache").write_text("in the way")
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_build_in_process, args=(prefix, rank, barrier, queue)) for rank in range(2)]
+    processes = [
+        context.Process(target=_build_in_process, args=(prefix, rank, barrier, queue)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
     results = dict(queue.get(timeout=60) for _ in processes)
