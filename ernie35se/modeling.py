@@ -37,6 +37,7 @@ from paddlenlp.transformers.model_outputs import BaseModelOutputWithPast, Causal
 from . import conversion, parallel
 from .attention import choose_core, prepare_mask
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
+from .generation import Ernie35GenerationMixin, KVCache
 from .loss import causal_lm_loss
 from .norm import layer_norm
 from .positions import interval_position_ids, masked_position_ids, position_interval
@@ -105,6 +106,14 @@ def default_positions(config, total, past_length, attention_mask):
     return paddle.to_tensor(interval_position_ids(total, interval)[None, past_length:])
 
 
+def cached_length(past_key_values) -> int:
+    """Number of tokens in a cache: those of its first layer, which always has attention."""
+    first = past_key_values[0]
+    if isinstance(first, KVCache):
+        return first.length
+    return first[0].shape[1] if first else 0
+
+
 def split_heads(x, width: int, shared: AttentionInputs):
     """(B, T, H W) -> (B, T, H, W), with the H heads of this rank; (B T, H W) too, as sequence parallel has it."""
     return x.reshape([shared.batch, -1, x.shape[-1] // width, width])
@@ -114,13 +123,16 @@ def attend(query, key, value, past, shared: AttentionInputs):
     """Rotate, extend the cached keys and values, and run the attention core.
 
     Args:
-        query, key, value: (B, T, H, D). past: cached (key, value), each (B, S - T, H, D), keys already rotated; or None.
+        query, key, value: (B, T, H, D). past: cached (key, value), each (B, S - T, H, D), keys already rotated; a KVCache,
+            which takes them in place; or None.
 
     Returns:
         context (B, T, H, D), present (key, value) of all S tokens or (), probabilities (B, H, T, S) or None.
     """
     query, key = rotate(query, shared.cos, shared.sin), rotate(key, shared.cos, shared.sin)
-    if past:
+    if isinstance(past, KVCache):
+        key, value = past.append(key, value)
+    elif past:
         key = paddle.concat([past[0], key], axis=1)  # (B, S, H, D)
         value = paddle.concat([past[1], value], axis=1)
     if shared.recompute_core:
@@ -261,7 +273,7 @@ class LMHead(nn.Layer):
 
 
 @paddle.no_grad()
-def initialise(named_parameters, config: Ernie35Config) -> None:
+def initialise(named_parameters, config: Ernie35Config, seed: int) -> None:
     """Give every parameter its starting value.
 
     | parameter                                    | starts as                                       |
@@ -272,10 +284,9 @@ def initialise(named_parameters, config: Ernie35Config) -> None:
     | every other weight                           | normal, deviation sqrt(0.3333 / C)              |
 
     Weights that do not exist yet (lazy creation, while a checkpoint is read) are left alone. Each weight is drawn whole,
-    from a seed made of the random state and its own name, and cut then: processes in the same random state make the same
-    model, whichever parts of it they hold.
+    from a state made of `seed` and its own name, and cut then: processes with the same seed make the same model, whichever
+    parts of it they hold.
     """
-    seed = paddle.randint(0, 2**31 - 1, [1]).item()
     deviation = math.sqrt(0.3333 / config.hidden_size)
     for name, parameter in named_parameters:
         if not parameter._is_initialized():
@@ -288,6 +299,11 @@ def initialise(named_parameters, config: Ernie35Config) -> None:
             scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = 1 / math.sqrt(2 * config.num_hidden_layers) if scaled else 1.0
             parameter.set_value(_draw(name, parameter, config, deviation * scale, seed))
+
+
+def draw_seed() -> int:
+    """A seed for one model's weights, from the global random state."""
+    return paddle.randint(0, 2**31 - 1, [1]).item()
 
 
 def _draw(name: str, parameter, config: Ernie35Config, deviation: float, seed: int):
@@ -306,6 +322,10 @@ class Ernie35PretrainedModel(PretrainedModel):
     config_class = Ernie35Config
     base_model_prefix = "ernie"
     pretrained_init_configuration = BUILT_IN_CONFIGS
+
+    def __init__(self, config: Ernie35Config):
+        super().__init__(config)
+        self._start_seed = draw_seed()  # before any layer draws: how many numbers those take depends on the layout
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -328,12 +348,14 @@ class Ernie35PretrainedModel(PretrainedModel):
         """As the base class; weights that the checkpoint lacks start as in a new model."""
         result = super()._load_pretrained_model(model, *args, **kwargs)
         missing = set(result[1])
-        initialise([(name, p) for name, p in model.named_parameters() if name in missing], model.config)
+        lacking = [(name, p) for name, p in model.named_parameters() if name in missing]
+        initialise(lacking, model.config, model._start_seed)
         return result
 
     def _initialise(self, prefix: str = "") -> None:
         if model_utils._init_weights:  # off while a checkpoint is being read
-            initialise([(n, p) for n, p in self.named_parameters() if n.startswith(prefix)], self.config)
+            mine = [(name, p) for name, p in self.named_parameters() if name.startswith(prefix)]
+            initialise(mine, self.config, self._start_seed)
 
     @classmethod
     def _get_tensor_parallel_mappings(cls, config, is_split=True):
@@ -384,7 +406,7 @@ class Ernie35Model(Ernie35PretrainedModel):
             raise ValueError("give either input_ids or inputs_embeds, and not both.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         past_key_values = past_key_values or [None] * self.config.num_hidden_layers
-        past_length = past_key_values[0][0].shape[1] if past_key_values[0] else 0
+        past_length = cached_length(past_key_values)
         batch = x.shape[0]
         shared = shared_inputs(
             self.config, batch, x.shape[1], past_length, position_ids, attention_mask, use_cache,
@@ -417,8 +439,8 @@ class Ernie35Model(Ernie35PretrainedModel):
         return output if return_dict else output.to_tuple()
 
 
-class Ernie35ForCausalLM(Ernie35PretrainedModel):
-    """The language model: trunk, LM head, loss."""
+class Ernie35ForCausalLM(Ernie35GenerationMixin, Ernie35PretrainedModel):
+    """The language model: trunk, LM head, loss; `generate()` is generation.py's."""
 
     _tied_weights_keys = ["lm_head.weight"]
 
@@ -430,6 +452,10 @@ class Ernie35ForCausalLM(Ernie35PretrainedModel):
 
     def get_output_embeddings(self):
         return self.lm_head
+
+    def lm_logits(self, hidden_state):
+        """(B, T, C) -> (B, T, V)."""
+        return self.lm_head(hidden_state, self.ernie.embed_tokens.weight)
 
     def forward(
         self,
@@ -479,7 +505,7 @@ class Ernie35ForCausalLM(Ernie35PretrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        logits = self.lm_head(trunk.last_hidden_state, self.ernie.embed_tokens.weight)  # (B, T, V)
+        logits = self.lm_logits(trunk.last_hidden_state)  # (B, T, V)
         loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index, config.vocab_size)
         if loss is not None and self.training and not return_logits:
             logits = None

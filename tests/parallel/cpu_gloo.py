@@ -1,0 +1,172 @@
+"""Test-only: lets fleet's parallel modes run on CPU processes over gloo (Paddle 3.3.1). Import it before fleet.init.
+
+Paddle ships these modes for GPUs. What is missing on CPU, and what stands in for it here:
+
+    collectives "on the calculation stream"    the plain ones, waited for
+    reduce_scatter                             all_reduce, of which each rank keeps its share
+    c_identity, c_concat, c_split and the      the same mathematics from all_gather and all_reduce
+    vocabulary-parallel softmax
+    broadcasts of inputs to a CUDA place       none: the ranks of a model-parallel group read the same samples
+    device names in sharding stages 2 and 3    "cpu"
+
+Nothing of ernie35se is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import paddle
+import paddle.distributed as dist
+import paddle.distributed.fleet.layers.mpu.mp_ops as mp_ops
+import paddle.distributed.parallel as paddle_parallel
+from paddle.autograd import PyLayer
+from paddle.base import core
+from paddle.distributed.collective import _get_group_map
+
+META = "paddle.distributed.fleet.meta_parallel."
+
+
+class Proxy:
+    """An object with some attributes replaced."""
+
+    def __init__(self, original, **replaced):
+        self.__dict__.update(replaced, _original=original)
+
+    def __getattr__(self, name):
+        return getattr(self._original, name)
+
+
+# ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+class Done:
+    """The task of a collective that has been waited for."""
+
+    def wait(self):
+        return True
+
+    def synchronize(self):
+        return None
+
+    def is_completed(self):
+        return True
+
+
+def reduce_scatter(group, out, tensor, op, sync_op=True):
+    whole = tensor.clone()
+    group.all_reduce(whole, op, True).wait()
+    share = out.shape[0]
+    out.copy_(whole[group.rank() * share : (group.rank() + 1) * share], True)
+    return Done()
+
+
+def patch_collectives():
+    group = core.ProcessGroup
+    group.all_reduce_on_calc_stream = lambda self, tensor, op: self.all_reduce(tensor, op, True).wait()
+    group.broadcast_on_calc_stream = lambda self, tensor, source: self.broadcast(tensor, source, True).wait()
+    group.all_gather_into_tensor_on_calc_stream = lambda self, out, tensor: self.all_gather_into_tensor(
+        out, tensor, True
+    ).wait()
+    group.send_on_calc_stream = lambda self, tensor, target: self.send(tensor, target, True).wait()
+    group.recv_on_calc_stream = lambda self, tensor, source: self.recv(tensor, source, True).wait()
+    group.reduce_scatter_tensor = reduce_scatter
+    group.reduce_scatter_tensor_on_calc_stream = reduce_scatter
+
+
+# ---- operators of tensor parallel -----------------------------------------------------------------------------------
+
+
+class Concat(PyLayer):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.width = group, x.shape[-1]
+        pieces = []
+        dist.all_gather(pieces, x.contiguous(), group=group)
+        return paddle.concat(pieces, axis=-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rank = ctx.group.rank
+        return gradient[..., rank * ctx.width : (rank + 1) * ctx.width].contiguous()
+
+
+class CrossEntropy(PyLayer):
+    """-log softmax over all ranks' columns (Shoeybi et al. 2019, section 3)."""
+
+    @staticmethod
+    def forward(ctx, logits, label, group, ignored, rank):
+        width = logits.shape[-1]
+        largest = logits.max(axis=-1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        exponentials = (logits - largest).exp()
+        total = exponentials.sum(axis=-1, keepdim=True)
+        dist.all_reduce(total, group=group)
+        column = label - rank * width
+        here = (column >= 0) & (column < width)
+        column = paddle.where(here, column, paddle.zeros_like(column))
+        score = paddle.take_along_axis(logits, column, axis=-1) * here.astype(logits.dtype)
+        dist.all_reduce(score, group=group)
+        counts = (label != ignored).astype(logits.dtype)
+        softmax = exponentials / total
+        target = paddle.nn.functional.one_hot(column.squeeze(-1), width) * here.astype(logits.dtype)
+        ctx.save_for_backward((softmax - target) * counts)
+        return softmax, (total.log() + largest - score) * counts
+
+    @staticmethod
+    def backward(ctx, _, gradient):
+        (slope,) = ctx.saved_tensor()
+        return slope * gradient
+
+
+def patch_operators():
+    mp_ops._C_ops = Proxy(
+        mp_ops._C_ops,
+        c_identity=lambda x, ring, *rest: x.clone(),
+        c_concat=lambda x, rank, ranks, ring, *rest: Concat.apply(x, _get_group_map()[ring]),
+        c_split=lambda x, rank, ranks, ring, *rest: paddle.split(x, ranks, axis=-1)[rank].clone(),
+        c_softmax_with_cross_entropy=lambda x, label, ignored, ring, rank, ranks: CrossEntropy.apply(
+            x, label, _get_group_map()[ring], ignored, rank
+        ),
+    )
+
+
+# ---- places and devices ---------------------------------------------------------------------------------------------
+
+
+def patch_places():
+    for name in ("tensor_parallel", "pipeline_parallel", "segment_parallel", "sharding_parallel"):
+        module = importlib.import_module(META + name)
+        if hasattr(module, "broadcast_input_data"):
+            module.broadcast_input_data = lambda hcg, *inputs, **named: (inputs, named)
+    paddle_parallel.ParallelEnv._device_id = 0
+
+
+def patch_sharding():
+    import paddle.distributed.sharding.group_sharded as entry
+
+    entry.paddle = Proxy(paddle, device=Proxy(paddle.device, get_all_custom_device_type=lambda: ["cpu"]))
+    device = Proxy(
+        paddle.device,
+        get_device=lambda: "cpu:0",
+        set_device=lambda name: paddle.set_device("cpu" if name.startswith("cpu") else name),
+    )
+    stand_in = Proxy(paddle, device=device, get_device=lambda: "cpu:0")
+    for name in ("optimizer_stage2", "stage2", "stage3", "storage", "utils"):
+        module = importlib.import_module(f"{META}sharding.group_sharded_{name}")
+        module.paddle = stand_in
+        if hasattr(module, "core"):
+            module.core = Proxy(module.core, is_compiled_with_cuda=lambda: True)
+        if hasattr(module, "cvt_to_device"):
+            module.cvt_to_device = lambda x, device_id, blocking=True: x
+    storage = importlib.import_module(META + "sharding.group_sharded_storage").ParamStorage
+    plain = storage.add_rank_params
+    storage.add_rank_params = lambda self, parameters, alignment, convert_gpu=True: plain(
+        self, parameters, alignment, False
+    )
+
+
+patch_collectives()
+patch_operators()
+patch_places()
+patch_sharding()
