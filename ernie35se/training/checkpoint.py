@@ -57,7 +57,7 @@ def what_is_missing(folder: Union[str, Path]) -> Optional[str]:
         return None
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     for name, size in sizes.items():
         path = folder / name

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
+import numpy as np
 import paddle
 from paddlenlp.utils.batch_sampler import DistributedBatchSampler
 from paddlenlp.utils.log import logger
@@ -104,8 +105,10 @@ class _ReadBatch:
             return self.collate_fn([self.dataset[number] for number in numbers])
         except Exception as error:
             where = f"samples {numbers[0]} to {numbers[-1]}"
-            # Text, since an exception need not survive the way between processes.
-            return {_ERROR: [where, type(error).__name__, str(error), traceback.format_exc()]}
+            # Text, since an exception need not survive the way between processes; and an array, since Paddle takes a
+            # batch without any for the end of the data.
+            report = [where, type(error).__name__, str(error), traceback.format_exc()]
+            return {_ERROR: report, "array": np.zeros(1)}
 
 
 def _raise(where: str, kind: str, message: str, trace: str) -> None:

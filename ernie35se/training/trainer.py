@@ -149,7 +149,14 @@ class PretrainTrainer(Trainer):
         else:
             logger.info(f"Resumes from {folder} (step {self._start.step:,} of {max_steps:,}).")
             self._say_what_changed(folder)
-        output = super().train(str(folder) if folder else None, ignore_keys_for_eval)
+        # The optimizer finds its state by generated names, which must not depend on what this process did before.
+        with paddle.utils.unique_name.guard():
+            output = super().train(str(folder) if folder else None, ignore_keys_for_eval)
+        if self.state.global_step < max_steps and not self.control.should_training_stop:
+            raise RuntimeError(
+                f"the data ended at step {self.state.global_step:,} of {max_steps:,}: data_collator returned a batch "
+                "without arrays, which Paddle takes for the end."
+            )
         return output._replace(training_loss=output.metrics["train_loss"])
 
     def _find_checkpoint(self, wanted: Optional[Union[str, bool]]) -> Optional[Path]:
@@ -316,8 +323,17 @@ class PretrainTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         """PaddleNLP's first step after a resume has the old run's rate, even where the schedule was changed."""
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.lr_scheduler.last_lr = self.lr_scheduler.get_lr()
+        if checkpoint is None:
+            return
+        self.lr_scheduler.last_lr = self.lr_scheduler.get_lr()
+        state = getattr(self.optimizer, "_accumulators_holder", {})
+        trainable = [parameter.name for parameter in self.model.parameters() if not parameter.stop_gradient]
+        if self.args.world_size == 1 and not any(key.startswith(f"{trainable[0]}_") for key in state):
+            raise ValueError(
+                f"the optimizer state in {checkpoint} belongs to parameters of other names than {trainable[0]!r}: this "
+                "process has built other models before. Start a new process, or build the model within "
+                "paddle.utils.unique_name.guard()."
+            )
 
     # ---- logs and evaluation -------------------------------------------------------------------------------------
 
