@@ -1,0 +1,271 @@
+"""Generation against full recomputation, brute force, and itself row by row."""
+
+import itertools
+
+import numpy as np
+import paddle
+import pytest
+from model_helpers import build_model, tiny_config
+from paddlenlp.generation import GenerationConfig
+
+from ernie35se import positions
+from ernie35se.generation import KVCache, sample
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 0, 12], [13]]  # 0 is unk and pad: in the middle of a prompt it is a token
+
+
+def left_padded(prompts, pad=0):
+    width = max(map(len, prompts))
+    ids = paddle.to_tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask = paddle.to_tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return ids, mask
+
+
+def lively_model(**settings):
+    """Weights large enough for answers that depend on everything before."""
+    model = build_model(tiny_config(**settings))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.set_value(parameter * 4.0)
+    return model
+
+
+def recomputed_greedy(model, prompt, new_tokens, position_ids=None):
+    """The slow form: the whole sequence again for each token, positions written out by hand."""
+    ids, config = list(prompt), model.config
+    total = len(prompt) + new_tokens
+    interval = positions.position_interval(total, config.max_position_embeddings) if config.enable_random_position_ids else 1
+    where = positions.interval_position_ids(total, interval) if position_ids is None else position_ids
+    for _ in range(new_tokens):
+        (logits,) = model(paddle.to_tensor([ids]), position_ids=paddle.to_tensor(where[: len(ids)]))
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_random_position_ids": False}, {"parallel_attn_hatf": False},
+                                      {"tie_word_embeddings": True}, {"max_position_embeddings": 20}])  # fmt: skip
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_greedy_equals_full_recomputation_for_each_row(settings, use_cache):
+    model = lively_model(**settings)
+    ids, mask = left_padded(PROMPTS)
+    got, _ = model.generate(ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1,
+                            use_cache=use_cache)  # fmt: skip
+    assert got.shape == [3, 12]
+    for row, prompt in zip(got.tolist(), PROMPTS):
+        assert row == recomputed_greedy(model, prompt, 12)
+        alone, _ = model.generate(paddle.to_tensor([prompt]), max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1)
+        assert alone.tolist() == [row]
+    assert len(set(map(tuple, got.tolist()))) == 3 and len(set(got[0].tolist())) > 2  # answers that differ and move
+
+
+def test_given_positions_go_on_at_their_own_distance():
+    model = lively_model()
+    for where in ([4, 9, 14, 19], [0, 1, 2, 3]):
+        distance = where[1] - where[0]
+        goes_on = np.array(where + [where[-1] + distance * (i + 1) for i in range(8)])
+        got, _ = model.generate(
+            paddle.to_tensor([[5, 6, 7, 8]]), position_ids=paddle.to_tensor([where]), max_new_tokens=8,
+            decode_strategy="greedy_search", eos_token_id=-1,
+        )  # fmt: skip
+        assert got[0].tolist() == recomputed_greedy(model, [5, 6, 7, 8], 8, goes_on)
+
+
+def test_answers_end_at_eos_and_are_padded():
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    free, _ = model.generate(ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1)
+    free = free.tolist()
+    eos = free[0][4]
+    got, scores = model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=eos, pad_token_id=36
+    )
+    assert scores.shape == [3, 1] and (scores.numpy() < 0).all() and model.config.eos_token_id == 2
+    ends = [eos, free[1][1], free[2][2]]
+    several, _ = model.generate(ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=ends)
+    for answers, pad, stop in ((got.tolist(), 36, {eos}), (several.tolist(), 0, set(ends))):
+        for row, whole in zip(answers, free):
+            length = next((i + 1 for i, token in enumerate(whole) if token in stop), 12)
+            assert row == (whole[:length] + [pad] * 12)[: len(row)]
+
+
+def test_scores_are_mean_log_probabilities():
+    model = lively_model()
+    got, scores = model.generate(paddle.to_tensor([PROMPTS[0]]), max_new_tokens=5, decode_strategy="greedy_search", eos_token_id=-1)
+    ids = PROMPTS[0] + got[0].tolist()
+    where = positions.interval_position_ids(11, positions.position_interval(11, 256))
+    (logits,) = model(paddle.to_tensor([ids]), position_ids=paddle.to_tensor(where))
+    wide = logits.numpy()[0].astype(np.float64)
+    log_p = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    expected = np.mean([log_p[5 + i, token] for i, token in enumerate(got[0].tolist())])
+    assert scores.item() == pytest.approx(expected, rel=1e-4)
+
+
+def brute_force_beams(model, prompt, width, steps, ends, penalty):
+    """Beam search by the definition, one full forward for each beam and step."""
+    total = len(prompt) + steps
+    where = positions.interval_position_ids(total, positions.position_interval(total, model.config.max_position_embeddings))
+    beams, finished = [(0.0, [])], []
+    for step in range(steps):
+        candidates = []
+        for score, tokens in beams:
+            ids = prompt + tokens
+            (logits,) = model(paddle.to_tensor([ids]), position_ids=paddle.to_tensor(where[: len(ids)]))
+            log_p = paddle.nn.functional.log_softmax(logits[0, -1]).numpy()
+            candidates += [(score + float(p), tokens + [token]) for token, p in enumerate(log_p)]
+        candidates.sort(key=lambda c: -c[0])
+        beams = []
+        for rank, (score, tokens) in enumerate(candidates[: 2 * width]):
+            if tokens[-1] in ends:
+                if rank < width:
+                    finished.append((score / len(tokens) ** penalty, tokens))
+            elif len(beams) < width:
+                beams.append((score, tokens))
+    finished += [(score / len(tokens) ** penalty, tokens) for score, tokens in beams]
+    return max(finished)
+
+
+@pytest.mark.parametrize("width, penalty", [(2, 0.0), (3, 1.0), (4, 0.6)])
+def test_beam_search_equals_brute_force_for_each_row(width, penalty):
+    model = lively_model()
+    greedy = recomputed_greedy(model, PROMPTS[0], 6)
+    ends = [greedy[3], greedy[1]]
+    ids, mask = left_padded(PROMPTS)
+    got, scores = model.generate(ids, attention_mask=mask, max_new_tokens=6, decode_strategy="beam_search", num_beams=width,
+                                 length_penalty=penalty, eos_token_id=ends)  # fmt: skip
+    for row, score, prompt in zip(got.tolist(), scores.flatten().tolist(), PROMPTS):
+        expected_score, expected = brute_force_beams(model, prompt, width, 6, ends, penalty)
+        assert score == pytest.approx(expected_score, rel=1e-4)
+        assert row == (expected + [0] * 6)[: got.shape[1]]
+
+
+def test_beams_come_best_first_and_may_end_early():
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(attention_mask=mask, max_new_tokens=5, decode_strategy="beam_search", num_beams=3, eos_token_id=7)
+    got, scores = model.generate(ids, num_return_sequences=3, **settings)
+    assert got.shape[0] == 9 and (np.diff(scores.numpy().reshape(3, 3)) <= 0).all()
+    one, best = model.generate(ids, **settings)
+    np.testing.assert_allclose(best.numpy(), scores.numpy()[::3], rtol=1e-5)
+    early, _ = model.generate(ids, early_stopping=True, **settings)
+    assert early.shape[0] == 3
+
+
+@pytest.mark.parametrize("top_k, top_p, temperature", [(0, 1.0, 1.0), (3, 1.0, 0.7), (0, 0.6, 1.5), (4, 0.5, 0.9), (100, 0.9, 1.0)])
+def test_sampling_follows_its_distribution(top_k, top_p, temperature):
+    paddle.seed(1)
+    logits = np.array([[1.0, 2.0, 0.5, -1.0, 1.5, 0.0]])
+    p = np.exp(logits[0] / temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    keep = np.zeros(6, dtype=bool)
+    mass = 0.0
+    for rank, token in enumerate(order):
+        keep[token] = (not top_k or rank < top_k) and (rank == 0 or mass <= top_p)
+        mass += p[token]
+    expected = np.where(keep, p, 0) / p[keep].sum()
+    drawn = sample(paddle.to_tensor(np.repeat(logits, 20000, 0).astype("float32")), temperature, top_k, top_p)
+    counts = np.bincount(drawn.numpy().flatten(), minlength=6) / 20000
+    assert (counts[~keep] == 0).all()
+    np.testing.assert_allclose(counts, expected, atol=0.015)
+
+
+def test_sampling_repeats_under_a_seed_and_can_return_several():
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(attention_mask=mask, max_new_tokens=6, decode_strategy="sampling", top_k=0, eos_token_id=-1)
+    answers = []
+    for seed in (1, 1, 2):
+        paddle.seed(seed)
+        answers.append(model.generate(ids, num_return_sequences=2, **settings)[0].tolist())
+    assert answers[0] == answers[1] != answers[2] and len(answers[0]) == 6
+    paddle.seed(0)
+    greedy, _ = model.generate(ids, attention_mask=mask, max_new_tokens=6, decode_strategy="greedy_search", eos_token_id=-1)
+    narrow, _ = model.generate(ids, **{**settings, "top_k": 1})
+    assert narrow.tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("strategy", [dict(decode_strategy="greedy_search"), dict(decode_strategy="beam_search", num_beams=2)])
+@pytest.mark.parametrize("processor", [dict(repetition_penalty=3.0), dict(min_new_tokens=4), dict(no_repeat_ngram_size=2),
+                                       dict(forced_eos_token_id=9)])  # fmt: skip
+def test_logits_processors_treat_a_padded_row_as_a_single_one(strategy, processor):
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    eos = recomputed_greedy(model, PROMPTS[1], 2)[0]
+    settings = dict(max_new_tokens=6, eos_token_id=eos, **strategy, **processor)
+    batch, _ = model.generate(ids, attention_mask=mask, **settings)
+    plain, _ = model.generate(ids, attention_mask=mask, max_new_tokens=6, eos_token_id=eos, **strategy)
+    for row, prompt in zip(batch.tolist(), PROMPTS):
+        single = model.generate(paddle.to_tensor([prompt]), **settings)[0][0].tolist()
+        assert row == (single + [0] * 6)[: len(row)]
+    if "min_new_tokens" in processor and "greedy_search" in strategy.values():
+        assert plain[1].tolist()[0] == eos and eos not in batch[1].tolist()[:4]
+    if "forced_eos_token_id" in processor:
+        assert any(row[-1] == 9 for row in batch.tolist())
+
+
+def test_streamed_tokens_are_the_answer():
+    class Collect:
+        def __init__(self):
+            self.steps, self.ended = [], False
+
+        def put(self, tokens):
+            self.steps.append(tokens.tolist())
+
+        def end(self):
+            self.ended = True
+
+    model, streamer = lively_model(), Collect()
+    ids, mask = left_padded(PROMPTS)
+    eos = recomputed_greedy(model, PROMPTS[0], 3)[2]
+    got, _ = model.generate(ids, attention_mask=mask, max_new_tokens=7, decode_strategy="greedy_search", eos_token_id=eos, streamer=streamer)
+    assert np.array(streamer.steps).T.tolist() == got.tolist() and streamer.ended
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_computed(monkeypatch):
+    model = lively_model(max_position_embeddings=16)
+    monkeypatch.setattr(model.ernie, "forward", lambda *a, **k: pytest.fail("computed"))
+    with pytest.raises(ValueError, match="17 tokens .* 16"):
+        model.generate(paddle.to_tensor([PROMPTS[0]]), max_new_tokens=11)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(decode_strategy="magic"), "decode_strategy is 'magic'"),
+        (dict(max_new_tokens=0), "max_new_tokens is 0"),
+        (dict(temperature=0.0), "temperature is 0.0"),
+        (dict(top_p=0.0), "top_p is 0.0"),
+        (dict(top_k=-1), "top_k is -1"),
+        (dict(decode_strategy="beam_search"), "num_beams is 1"),
+        (dict(decode_strategy="beam_search", num_beams=2, num_return_sequences=3), "num_return_sequences is 3"),
+        (dict(decode_strategy="greedy_search", num_return_sequences=2), "num_return_sequences is 2"),
+        (dict(top_n=3), "does not know top_n"),
+        (dict(attention_mask=paddle.to_tensor([[1, 1, 0]])), "padded on the left"),
+        (dict(attention_mask=paddle.to_tensor([[1, 1]])), "attention_mask has shape"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lively_model().generate(paddle.to_tensor([[5, 6, 7]]), **{"decode_strategy": "sampling", **settings})
+
+
+def test_a_generation_config_is_taken_and_stays_as_it_was():
+    model = lively_model()
+    config = GenerationConfig(decode_strategy="greedy_search", max_new_tokens=4, eos_token_id=-1)
+    got, _ = model.generate(paddle.to_tensor([[5, 6]]), config, max_new_tokens=3)
+    assert got.shape == [1, 3] and config.max_new_tokens == 4
+    model.train()
+    assert model.generate(paddle.to_tensor([[5, 6]]), config)[0].shape == [1, 4] and model.training
+
+
+def test_cache_buffers_are_written_in_place():
+    cache, rng = KVCache(5), np.random.default_rng(0)
+    pieces = [paddle.to_tensor(rng.standard_normal((2, n, 3, 4)).astype("float32")) for n in (2, 1, 2)]
+    for piece in pieces:
+        key, value = cache.append(piece, piece + 1)
+    whole = paddle.concat(pieces, axis=1)
+    np.testing.assert_array_equal(key.numpy(), whole.numpy())
+    np.testing.assert_array_equal(value.numpy(), (whole + 1).numpy())
+    cache.select(paddle.to_tensor([1, 1, 0]))
+    np.testing.assert_array_equal(cache._key.numpy(), whole.numpy()[[1, 1, 0]])
+    assert cache.length == 5 and list(itertools.chain(key.shape)) == [2, 5, 3, 4]
