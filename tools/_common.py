@@ -1,4 +1,5 @@
-"""What every tool shares: finding the package, turning users' mistakes into exit status 2, opening the tokenizer."""
+"""What every tool shares: finding the package, turning users' mistakes into exit status 2, opening the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -20,8 +21,12 @@ TOKENIZER_FILE = "sentencepiece.bpe.model"
 
 def make_parser(doc: str, example: str) -> argparse.ArgumentParser:
     """A parser whose --help shows a tool's docstring and an example."""
-    return argparse.ArgumentParser(description=doc, epilog=f"example:\n{example}", allow_abbrev=False,
-                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(
+        description=doc,
+        epilog=f"example:\n{example}",
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def positive(text: str, least: int = 1) -> int:
@@ -36,9 +41,14 @@ def natural(text: str) -> int:
     return positive(text, least=0)
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_tool(main: Callable[[Sequence[str] | None], int | None]) -> None:
-    """Run `main`; exit with its status, 2 for a user's mistake (ValueError or OSError, told in one message), 130 for
-    Ctrl-C. Termination unwinds like Ctrl-C, so that unfinished outputs are removed."""
+    """Run `main`; exit with its status, 2 for a user's mistake (ValueError or OSError, told in one message),
+    130 for Ctrl-C. Termination unwinds like Ctrl-C, so that unfinished outputs are removed."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         status = main(None)
@@ -55,11 +65,18 @@ def run_tool(main: Callable[[Sequence[str] | None], int | None]) -> None:
 
 
 def progress_bar(total_bytes: int, what: str):
-    """A bar over bytes with rate and time left, from the third second on; every 30 s where nobody watches a terminal."""
+    """A bar over bytes with rate and time left, from the third second on; every 30 s without a terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total_bytes, desc=what, unit="B", unit_scale=True, delay=2, dynamic_ncols=True,
-                mininterval=0.5 if sys.stderr.isatty() else 30)
+    return tqdm(
+        total=total_bytes,
+        desc=what,
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        dynamic_ncols=True,
+        mininterval=0.5 if sys.stderr.isatty() else 30,
+    )
 
 
 @contextmanager
@@ -87,15 +104,20 @@ def written_whole(path: str | os.PathLike, mode: str = "w") -> Iterator:
 
 
 def tokenizer_file(name_or_path: str) -> Path:
-    """The SentencePiece model that a folder holds, or that is named itself. Raises ValueError naming what is missing."""
+    """The SentencePiece model that a folder holds, or that is named itself. Raises ValueError without one."""
     path = Path(name_or_path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        held = f"; the folder holds: {', '.join(sorted(os.listdir(path.parent))[:8]) or 'nothing'}" \
-            if path.parent.is_dir() and path.name == TOKENIZER_FILE else ""
-        raise ValueError(f"{path}: no such file{held}. The tokenizer is a folder with {TOKENIZER_FILE}, or that file "
-                         "itself; tools/train_tokenizer.py makes one")
+        held = (
+            f"; the folder holds: {', '.join(sorted(os.listdir(path.parent))[:8]) or 'nothing'}"
+            if path.parent.is_dir() and path.name == TOKENIZER_FILE
+            else ""
+        )
+        raise ValueError(
+            f"{path}: no such file{held}. The tokenizer is a folder with {TOKENIZER_FILE}, or that file "
+            "itself; tools/train_tokenizer.py makes one"
+        )
     return path
 
 
@@ -108,14 +130,15 @@ def load_tokenizer(name_or_path: str):
     try:
         processor.LoadFromSerializedProto(path.read_bytes())
     except RuntimeError:
-        raise ValueError(f"{path}: not a SentencePiece model; copy it again, or make one with tools/train_tokenizer.py"
-                         ) from None
+        raise ValueError(
+            f"{path}: not a SentencePiece model; copy it again, or make one with tools/train_tokenizer.py"
+        ) from None
     return processor, path
 
 
 def verify_tokens(written, checksum: int) -> None:
-    """Read back what a closed TokenFileWriter has written, in pieces, and compare it with what was meant: its counts, and
-    the CRC-32 of the ids as stored. Raises ValueError."""
+    """Read back what a closed TokenFileWriter has written, in pieces, and compare it with what was meant: its
+    counts, and the CRC-32 of the ids as stored. Raises ValueError."""
     from ernie35se.data.indexed import open_tokens, read_npy_header
 
     tokens = open_tokens(written.prefix)  # checks the sizes, the lengths and the boundaries
@@ -126,9 +149,20 @@ def verify_tokens(written, checksum: int) -> None:
             found = zlib.crc32(piece, found)
     counts = (tokens.num_documents, tokens.num_tokens)
     if (found, *counts) != (checksum, written.num_documents, written.num_tokens):
-        raise ValueError(f"{tokens.files[0]}: holds {counts[0]} documents and {counts[1]} tokens, checksum {found:08x}, after "
-                         f"writing {written.num_documents} and {written.num_tokens}, {checksum:08x}; the disk or another "
-                         "process changed it: run it again")
+        raise ValueError(
+            f"{tokens.files[0]}: holds {counts[0]} documents and {counts[1]} tokens, checksum {found:08x}, "
+            f"after writing {written.num_documents} and {written.num_tokens}, {checksum:08x}; the disk or "
+            "another process changed it: run it again"
+        )
+
+
+def written_summary(written, replaced: bool) -> str:
+    """One line about a verified token file."""
+    return (
+        f"{written.prefix}_ids.npy, {written.prefix}_idx.npz: {written.num_documents:,} documents, "
+        f"{written.num_tokens:,} tokens, {written.dtype}; verified"
+        + ("; the older files were replaced" if replaced else "")
+    )
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,9 +1,10 @@
-"""Collect the docstrings of Python's standard library into a JSONL corpus: text that every machine with Python has.
+"""Collect the docstrings of Python's standard library into a JSONL corpus: text that every machine has.
 
-One document a module, {"text": ..., "module": ...}: the docstrings of the module, its classes and its functions in the
-order of the source, separated by blank lines. A docstring that has come already is left out. The sources are
-parsed, never imported. Documents are ordered by a hash of the module's name, so that any stretch of them,
-such as the last ones that training holds out (--split), is a fair sample, and the same Python gives the same file.
+One document a module, {"text": ..., "module": ...}: the docstrings of the module, its classes and its
+functions in the order of the source, separated by blank lines. A docstring that has come already is left out.
+The sources are parsed, never imported. Documents are ordered by a hash of the module's name, so that any
+stretch of them, such as the last ones that training holds out (--split), is a fair sample, and the same
+Python gives the same file.
 """
 
 from __future__ import annotations
@@ -21,14 +22,25 @@ from typing import Iterator, Sequence
 from _common import make_parser, positive, run_tool, written_whole
 
 # Tests, generated code and whatever is installed on top of the standard library.
-SKIPPED_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 EXAMPLE = "  python tools/make_demo_corpus.py --output_path data/demo/corpus.jsonl"
 
 
 def source_files(root: Path) -> list[Path]:
     """The standard library's .py files, sorted."""
-    return sorted(path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    return sorted(
+        path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+    )
 
 
 def docstrings(tree: ast.AST) -> Iterator[str]:
@@ -72,28 +84,36 @@ def _is_unicode(text: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLE)
-    parser.add_argument("--output_path", required=True, help="the .jsonl file to write (replaced if it exists)")
-    parser.add_argument("--min_chars", type=positive, default=100, help="leave out shorter documents (default: %(default)s)")
+    parser.add_argument(
+        "--output_path", required=True, help="the .jsonl file to write (replaced if it exists)"
+    )
+    parser.add_argument(
+        "--min_chars", type=positive, default=100, help="leave out shorter documents (default: %(default)s)"
+    )
     parser.add_argument("--max_docs", type=positive, help="write at most so many documents (default: all)")
     args = parser.parse_args(argv)
 
     root = Path(sysconfig.get_paths()["stdlib"])
     modules, strings, unparsed = collect(root)
     long_enough = [name for name in modules if len(modules[name]) >= args.min_chars]
-    chosen = sorted(long_enough, key=lambda name: hashlib.sha256(name.encode()).digest())[:args.max_docs]
+    chosen = sorted(long_enough, key=lambda name: hashlib.sha256(name.encode()).digest())[: args.max_docs]
     if not chosen:
-        raise ValueError(f"{root}: no docstrings of {args.min_chars} characters or more there ({len(modules)} modules "
-                         "with any); lower --min_chars, or use a Python that ships its library as source")
+        raise ValueError(
+            f"{root}: no docstrings of {args.min_chars} characters or more there ({len(modules)} modules "
+            "with any); lower --min_chars, or use a Python that ships its library as source"
+        )
     size = 0
     with written_whole(args.output_path) as output:
         for name in chosen:
             line = json.dumps({"text": modules[name], "module": name}, ensure_ascii=False)
             size += len(modules[name])
             output.write(line + "\n")
-    print(f"{args.output_path}: {len(chosen)} documents, {size / 1e6:.2f} million characters, from Python "
-          f"{platform.python_version()} ({strings} docstrings in {len(modules)} modules; left out: "
-          f"{len(modules) - len(long_enough)} shorter than {args.min_chars} characters, "
-          f"{len(long_enough) - len(chosen)} above --max_docs, {len(unparsed)} that could not be parsed)")
+    print(
+        f"{args.output_path}: {len(chosen)} documents, {size / 1e6:.2f} million characters, from Python "
+        f"{platform.python_version()} ({strings} docstrings in {len(modules)} modules; left out: "
+        f"{len(modules) - len(long_enough)} shorter than {args.min_chars} characters, "
+        f"{len(long_enough) - len(chosen)} above --max_docs, {len(unparsed)} that could not be parsed)"
+    )
     return 0
 
 

@@ -1,12 +1,14 @@
-"""Train a SentencePiece BPE tokenizer with byte fallback: ids 0 <unk>, 1 <s>, 2 </s>, then 256 bytes, then pieces.
+"""Train a SentencePiece BPE tokenizer with byte fallback: ids 0 <unk>, 1 <s>, 2 </s>, 256 bytes, pieces.
 
-Reads .jsonl, .json, .txt, plain or with .gz or .zst, or folders of them, and writes a folder that Ernie35Tokenizer and the
-other tools load: sentencepiece.bpe.model, tokenizer_config.json, special_tokens_map.json.
+Reads .jsonl, .json, .txt, plain or with .gz or .zst, or folders of them, and writes a folder that
+Ernie35Tokenizer and the other tools load: sentencepiece.bpe.model, tokenizer_config.json,
+special_tokens_map.json.
 
-The choices are those of ERNIE-3.5-SE's own tokenizer: text is taken as it is (no Unicode normalisation), every digit is
-a piece of its own, and line ends, tabs and other control characters stay single byte pieces, so they survive encoding.
-Runs of spaces become one space, and spaces at a document's ends go; --keep_whitespace keeps every one of them (for code).
-Characters rarer than --character_coverage allows are spelt in bytes. Equal text and settings give an equal model.
+The choices are those of ERNIE-3.5-SE's own tokenizer: text is taken as it is (no Unicode normalisation),
+every digit is a piece of its own, and line ends, tabs and other control characters stay single byte pieces,
+so they survive encoding. Runs of spaces become one space, and spaces at a document's ends go;
+--keep_whitespace keeps every one of them (for code). Characters rarer than --character_coverage allows are
+spelt in bytes. Equal text and settings give an equal model.
 """
 
 from __future__ import annotations
@@ -22,38 +24,57 @@ from _common import TOKENIZER_FILE, make_parser, positive, progress_bar, run_too
 
 from ernie35se.data.documents import TXT_DOCUMENTS, DocumentReader
 
-# SentencePiece leaves out longer sentences without a word: 1,024 characters are at most 4,096 bytes, below its 4,192.
+# SentencePiece leaves out longer sentences without a word: 1,024 characters are at most 4,096 bytes, below
+# its 4,192.
 MAX_SENTENCE_CHARS = 1024
 SAMPLING_SEED = 0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
-EXAMPLE = ("  python tools/train_tokenizer.py --input_path data/demo/corpus.jsonl --vocab_size 4096 "
-           "--output_dir data/demo/tokenizer")
+EXAMPLE = (
+    "  python tools/train_tokenizer.py --input_path data/demo/corpus.jsonl --vocab_size 4096 "
+    "--output_dir data/demo/tokenizer"
+)
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """The stretches between control characters, cut where they are over-long. Those characters thus never become part
-    of a piece, which leaves them to the byte pieces."""
+    """The stretches between control characters, cut where they are over-long. Those characters thus never
+    become part of a piece, which leaves them to the byte pieces."""
     for text in texts:
         for stretch in _CONTROL.split(text):
             for start in range(0, len(stretch), MAX_SENTENCE_CHARS):
-                yield stretch[start:start + MAX_SENTENCE_CHARS]
+                yield stretch[start : start + MAX_SENTENCE_CHARS]
 
 
-def train(texts: Iterable[str], vocab_size: int, character_coverage: float = 0.9995, keep_whitespace: bool = False,
-          max_sentences: int = 0) -> bytes:
-    """The serialized model. Raises ValueError for a vocabulary that the text cannot fill, or that cannot hold the
-    characters; the message has the bound."""
+def train(
+    texts: Iterable[str],
+    vocab_size: int,
+    character_coverage: float = 0.9995,
+    keep_whitespace: bool = False,
+    max_sentences: int = 0,
+) -> bytes:
+    """The serialized model. Raises ValueError for a vocabulary that the text cannot fill, or that cannot hold
+    the characters; the message has the bound."""
     import sentencepiece
 
     sentencepiece.set_random_generator_seed(SAMPLING_SEED)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(texts), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            character_coverage=character_coverage, byte_fallback=True, split_digits=True,
-            normalization_rule_name="identity", remove_extra_whitespaces=not keep_whitespace,
-            allow_whitespace_only_pieces=keep_whitespace, input_sentence_size=max_sentences,
-            unk_id=0, bos_id=1, eos_id=2, pad_id=-1, minloglevel=2,
+            sentence_iterator=sentences(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=character_coverage,
+            byte_fallback=True,
+            split_digits=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=not keep_whitespace,
+            allow_whitespace_only_pieces=keep_whitespace,
+            input_sentence_size=max_sentences,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            minloglevel=2,
         )
     except RuntimeError as error:
         raise ValueError(_explained(str(error), vocab_size)) from None
@@ -63,11 +84,17 @@ def train(texts: Iterable[str], vocab_size: int, character_coverage: float = 0.9
 def _explained(error: str, vocab_size: int) -> str:
     """SentencePiece's error in a user's words."""
     if found := re.search(r"Vocabulary size too high .*<= (\d+)", error):
-        return (f"--vocab_size {vocab_size} is more than this text can fill: at most {found[1]}; lower it, or train on "
-                "more text")
+        return (
+            f"--vocab_size {vocab_size} is more than this text can fill: at most {found[1]}; lower it, or "
+            "train on "
+            "more text"
+        )
     if found := re.search(r"smaller than required_chars. \d+ vs (\d+)", error):
-        return (f"--vocab_size {vocab_size} is too small: the characters of this text need {found[1]} at least; raise it, "
-                "or lower --character_coverage")
+        return (
+            f"--vocab_size {vocab_size} is too small: the characters of this text need {found[1]} at least; "
+            "raise it, "
+            "or lower --character_coverage"
+        )
     if "sentences_.empty()" in error:
         return "the input holds nothing but control characters"
     return f"SentencePiece could not train: {error}"
@@ -75,8 +102,15 @@ def _explained(error: str, vocab_size: int) -> str:
 
 def tokenizer_config(model_max_length: int) -> tuple[dict, dict]:
     """(tokenizer_config.json, special_tokens_map.json) in the form of the public ERNIE-3.5-SE tokenizer."""
+
     def token(content: str) -> dict:
-        return {"content": content, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+        return {
+            "content": content,
+            "lstrip": False,
+            "normalized": True,
+            "rstrip": False,
+            "single_word": False,
+        }
 
     special = {"bos_token": token("<s>"), "eos_token": token("</s>"), "unk_token": token("<unk>")}
     config = {
@@ -95,18 +129,40 @@ def tokenizer_config(model_max_length: int) -> tuple[dict, dict]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLE)
     parser.add_argument("--input_path", required=True, nargs="+", help="files and folders of text")
-    parser.add_argument("--output_dir", required=True, help="folder to write the tokenizer into (made if missing)")
-    parser.add_argument("--vocab_size", type=positive, default=32000, help="pieces in all (default: %(default)s)")
-    parser.add_argument("--json_key", default="text", help="field of a JSON record that holds the text (default: text)")
-    parser.add_argument("--txt_documents", choices=TXT_DOCUMENTS, default="blank_line",
-                        help="what separates the documents of a .txt file (default: %(default)s)")
-    parser.add_argument("--character_coverage", type=float, default=0.9995,
-                        help="share of the text's characters that get a piece of their own (default: %(default)s)")
+    parser.add_argument(
+        "--output_dir", required=True, help="folder to write the tokenizer into (made if missing)"
+    )
+    parser.add_argument(
+        "--vocab_size", type=positive, default=32000, help="pieces in all (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--json_key", default="text", help="field of a JSON record that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--txt_documents",
+        choices=TXT_DOCUMENTS,
+        default="blank_line",
+        help="what separates the documents of a .txt file (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--character_coverage",
+        type=float,
+        default=0.9995,
+        help="share of the text's characters that get a piece of their own (default: %(default)s)",
+    )
     parser.add_argument("--keep_whitespace", action="store_true", help="keep runs of spaces and outer spaces")
-    parser.add_argument("--max_sentences", type=positive, default=5_000_000,
-                        help="train on a random sample of so many lines, which bounds the memory (default: %(default)s)")
-    parser.add_argument("--model_max_length", type=positive, default=4096,
-                        help="tokens a model takes, for tokenizer_config.json (default: %(default)s)")
+    parser.add_argument(
+        "--max_sentences",
+        type=positive,
+        default=5_000_000,
+        help="train on a random sample of so many lines, which bounds the memory (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--model_max_length",
+        type=positive,
+        default=4096,
+        help="tokens a model takes, for tokenizer_config.json (default: %(default)s)",
+    )
     args = parser.parse_args(argv)
     if not 0.9 <= args.character_coverage <= 1:
         raise ValueError(f"--character_coverage {args.character_coverage}: expected 0.9 to 1")
@@ -120,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise reader.found_nothing()
     with progress_bar(reader.total_bytes, "reading") as bar:
         texts = itertools.chain([first], _watched(documents, reader, bar))
-        model = train(texts, args.vocab_size, args.character_coverage, args.keep_whitespace, args.max_sentences)
+        model = train(
+            texts, args.vocab_size, args.character_coverage, args.keep_whitespace, args.max_sentences
+        )
     if reader.skipped.total:
         print(f"skipped:\n{reader.skipped}", file=sys.stderr)
 

@@ -11,9 +11,9 @@ Formats, told by the file's name, each also with `.gz` or `.zst` behind it:
     .json    a list of such objects, or objects one after another; read piece by piece, never whole
     .txt     documents separated by blank lines (or one a line, or one a file: `txt_documents`)
 
-A folder is searched recursively; its files come in sorted order. Memory does not grow with the input, only with its
-longest document. Bytes are decoded as UTF-8, lines end at "\\n" or "\\r\\n" (never at U+2028 and its kin), and a byte
-order mark at the start of a file is dropped.
+A folder is searched recursively; its files come in sorted order. Memory does not grow with the input, only
+with its longest document. Bytes are decoded as UTF-8, lines end at "\\n" or "\\r\\n" (never at U+2028 and its
+kin), and a byte order mark at the start of a file is dropped.
 
 Needs the standard library alone; `zstandard` only where a `.zst` file is read.
 """
@@ -34,7 +34,7 @@ FORMATS = (".jsonl", ".json", ".txt")
 COMPRESSIONS = (".gz", ".zst")
 TXT_DOCUMENTS = ("blank_line", "line", "file")
 EXPECTED_FILES = ".jsonl, .json or .txt files, plain or with .gz or .zst behind the name"
-# A document longer than this is taken for a file without line ends or with an unclosed string; it would be read whole.
+# A longer document is taken for a file without line ends or with an unclosed string: it would be read whole.
 MAX_DOCUMENT_CHARS = 2**26
 CHUNK_CHARS = 2**20
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -84,17 +84,25 @@ class DocumentReader:
     strict: a malformed record is an error (an empty document and a blank line never are).
     skip_broken_files: a file that cannot be read to its end keeps what was read of it, and is counted.
 
-    Attributes: files (what will be read), ignored (what a folder holds besides), total_bytes and bytes_done (on disk, for
-    progress), documents (yielded so far), skipped.
+    Attributes: files (what will be read), ignored (what folders hold besides), total_bytes and bytes_done
+    (on disk, for progress), documents (yielded so far), skipped.
 
-    Raises ValueError naming the file, the line and the fix: here for paths that cannot be read, while iterating for
-    broken files and, under `strict`, for malformed records.
+    Raises ValueError naming the file, the line and the fix: here for paths that cannot be read, while
+    iterating for broken files and, under `strict`, for malformed records.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike], json_key: str = "text", txt_documents: str = "blank_line",
-                 strict: bool = False, skip_broken_files: bool = False):
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike],
+        json_key: str = "text",
+        txt_documents: str = "blank_line",
+        strict: bool = False,
+        skip_broken_files: bool = False,
+    ):
         if txt_documents not in TXT_DOCUMENTS:
-            raise ValueError(f"txt_documents is {txt_documents!r}; it must be one of {', '.join(TXT_DOCUMENTS)}")
+            raise ValueError(
+                f"txt_documents is {txt_documents!r}; it must be one of {', '.join(TXT_DOCUMENTS)}"
+            )
         self.json_key = json_key
         self.txt_documents = txt_documents
         self.strict = strict
@@ -118,7 +126,7 @@ class DocumentReader:
             self._finished_bytes += path.stat().st_size
 
     def found_nothing(self) -> ValueError:
-        """The error for an input without one document: which files were read, and why each record was left out."""
+        """The error for an input without one document: the files, and why each record was left out."""
         names = ", ".join(map(str, self.files[:5])) + (" ..." if len(self.files) > 5 else "")
         return ValueError(f"no document found in {names}; skipped:\n{self.skipped}")
 
@@ -127,7 +135,9 @@ class DocumentReader:
         try:
             with open(path, "rb") as self._raw, decompressed(self._raw, path) as binary:
                 _refuse_utf16(binary)
-                stream = io.TextIOWrapper(binary, encoding="utf-8-sig", errors="surrogateescape", newline="\n")
+                stream = io.TextIOWrapper(
+                    binary, encoding="utf-8-sig", errors="surrogateescape", newline="\n"
+                )
                 empty = True
                 for place, record in self._records(stream, path):
                     empty = False
@@ -144,8 +154,10 @@ class DocumentReader:
         except PermissionError:
             self._broken(f"{path}: no permission to read it: chmod +r, or leave it out")
         except (OSError, EOFError, zlib.error) as error:
-            self._broken(f"{path}: cannot be read past line {place}: {error or type(error).__name__}; the file is truncated "
-                         "or damaged: make it again")
+            self._broken(
+                f"{path}: cannot be read past line {place}: {error or type(error).__name__}; the file is "
+                "truncated or damaged: make it again"
+            )
         finally:
             self._raw = None
 
@@ -155,13 +167,17 @@ class DocumentReader:
         if file_format == ".txt":
             return read_txt(stream, self.txt_documents)
         read = read_jsonl if file_format == ".jsonl" else read_json
-        return ((place, value if isinstance(value, Bad) else field_of(value, self.json_key))
-                for place, value in read(stream))
+        return (
+            (place, value if isinstance(value, Bad) else field_of(value, self.json_key))
+            for place, value in read(stream)
+        )
 
     def _skip(self, bad: Bad, place: str) -> None:
         if self.strict and bad.reason not in HARMLESS:
-            raise ValueError(f"{place}: {bad.reason}: {bad.detail}; mend the record, or leave strict mode off to skip "
-                             "and count such records")
+            raise ValueError(
+                f"{place}: {bad.reason}: {bad.detail}; mend the record, or leave strict mode off to skip "
+                "and count such records"
+            )
         self.skipped.add(bad, place)
 
     def _broken(self, message: str) -> None:
@@ -175,7 +191,7 @@ HARMLESS = ("empty document", "blank line", "empty file")
 
 
 class BrokenFile(Exception):
-    """A file whose further records cannot be found. The message holds the place, what was seen and the fix."""
+    """A file whose further records cannot be found. The message holds the place, what was seen, the fix."""
 
 
 def split_suffix(path: Path) -> tuple[str, str]:
@@ -187,9 +203,9 @@ def split_suffix(path: Path) -> tuple[str, str]:
 
 
 def find_files(paths: Sequence[str | os.PathLike]) -> tuple[list[Path], list[Path]]:
-    """Files to read, in order, and those in the folders that are not: other names, hidden ones, links to folders.
+    """Files to read, in order, and what else the folders hold: other names, hidden files, links to folders.
 
-    Raises ValueError for a path that is missing, has an unknown ending, comes twice or holds no readable file.
+    Raises ValueError for a path that is missing, has an unknown ending, comes twice or holds no such file.
     """
     files: list[Path] = []
     ignored: list[Path] = []
@@ -206,7 +222,9 @@ def find_files(paths: Sequence[str | os.PathLike]) -> tuple[list[Path], list[Pat
                 raise ValueError(f"{given}: unknown kind of file; expected {EXPECTED_FILES}")
             files.append(given)
         else:
-            raise ValueError(f"{given}: no such file or folder; expected {EXPECTED_FILES}, or a folder of them")
+            raise ValueError(
+                f"{given}: no such file or folder; expected {EXPECTED_FILES}, or a folder of them"
+            )
     times = Counter(path.resolve() for path in files)
     twice = [str(path) for path in files if times[path.resolve()] > 1]
     if twice:
@@ -229,7 +247,7 @@ def _walk(folder: Path) -> tuple[list[Path], list[Path]]:
     return sorted(found), sorted(others)
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes ----------------------------------------------------------------------------------------------
 
 
 def decompressed(raw: BinaryIO, path: Path) -> io.BufferedReader:
@@ -243,7 +261,7 @@ def decompressed(raw: BinaryIO, path: Path) -> io.BufferedReader:
 
 
 class _ZstdReader(io.RawIOBase):
-    """Decompresses zstd frames one after another. Unlike zstandard's own stream_reader it notices a truncated frame."""
+    """Decompresses zstd frames one after another; unlike zstandard's stream_reader it notices a cut one."""
 
     def __init__(self, raw: BinaryIO):
         try:
@@ -291,7 +309,7 @@ def _refuse_utf16(binary: io.BufferedReader) -> None:
         raise BrokenFile("the file is UTF-16, UTF-8 is expected: iconv -f UTF-16 -t UTF-8 OLD > NEW")
 
 
-# --- records ---------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------------
 
 
 def read_lines(stream: TextIO) -> Iterator[tuple[int, str]]:
@@ -300,7 +318,9 @@ def read_lines(stream: TextIO) -> Iterator[tuple[int, str]]:
     while line := stream.readline(MAX_DOCUMENT_CHARS):
         number += 1
         if len(line) == MAX_DOCUMENT_CHARS and not line.endswith("\n"):
-            raise BrokenFile(f"line {number} is longer than {MAX_DOCUMENT_CHARS:,} characters; split the document")
+            raise BrokenFile(
+                f"line {number} is longer than {MAX_DOCUMENT_CHARS:,} characters; split the document"
+            )
         yield number, line.rstrip("\n").removesuffix("\r")
 
 
@@ -321,8 +341,10 @@ def read_txt(stream: TextIO, documents: str) -> Iterator[tuple[str, str | Bad]]:
             block.append(line)
             size += len(line) + 1
             if size > MAX_DOCUMENT_CHARS:
-                raise BrokenFile(f"the document from line {first} on is longer than {MAX_DOCUMENT_CHARS:,} characters; "
-                                 'separate documents with blank lines, or choose --txt_documents line')
+                raise BrokenFile(
+                    f"the document from line {first} on is longer than {MAX_DOCUMENT_CHARS:,} characters; "
+                    "separate documents with blank lines, or choose --txt_documents line"
+                )
     if block:
         yield str(first), "\n".join(block).rstrip("\n")
 
@@ -340,7 +362,7 @@ def read_jsonl(stream: TextIO) -> Iterator[tuple[str, object]]:
 
 
 def read_json(stream: TextIO, chunk: int = CHUNK_CHARS) -> Iterator[tuple[str, object]]:
-    """(line number, value) for each item of a JSON list, or for each of the values one after another, as they come.
+    """(line number, value) for each item of a JSON list, or for each of the values one after another.
 
     Raises BrokenFile at the first malformed item: behind it, the next one cannot be found.
     """
@@ -381,7 +403,7 @@ class _JsonSource:
         while True:
             self._move(_SPACE.match(self._window, self._at).end())
             if self._at < len(self._window) or self._ended:
-                return self._window[self._at:self._at + 1]
+                return self._window[self._at : self._at + 1]
             self._refill()
 
     def take(self) -> str:
@@ -391,7 +413,7 @@ class _JsonSource:
         return character
 
     def value(self) -> object:
-        """The next value whole, however many refills it takes; each doubles the window, so the work stays linear."""
+        """The next value whole. Each refill doubles the window, so the work stays linear."""
         self.peek()
         while True:
             try:
@@ -405,13 +427,17 @@ class _JsonSource:
             except (ValueError, RecursionError) as error:
                 raise self.broken(_json_message(error)) from None
             if len(self._window) - self._at > MAX_DOCUMENT_CHARS:
-                raise self.broken(f"an item is longer than {MAX_DOCUMENT_CHARS:,} characters, or is never closed")
+                raise self.broken(
+                    f"an item is longer than {MAX_DOCUMENT_CHARS:,} characters, or is never closed"
+                )
             self._refill()
 
     def broken(self, problem: str) -> BrokenFile:
-        line = self._window[self._at:self._at + 200].split("\n", 1)[0]
-        return BrokenFile(f"line {self.line}: bad JSON: {problem}: {_shown(line)}; mend the file; one object a line in a "
-                          ".jsonl file lets bad lines be skipped")
+        line = self._window[self._at : self._at + 200].split("\n", 1)[0]
+        return BrokenFile(
+            f"line {self.line}: bad JSON: {problem}: {_shown(line)}; mend the file; one object a line in a "
+            ".jsonl file lets bad lines be skipped"
+        )
 
     def _may_be_cut(self, error: json.JSONDecodeError) -> bool:
         """Whether the error may come from the window's end: an unclosed string, or a place just before it."""
@@ -422,7 +448,7 @@ class _JsonSource:
         self._at = to
 
     def _refill(self) -> None:
-        rest = self._window[self._at:]
+        rest = self._window[self._at :]
         more = self._stream.read(max(self._chunk, len(rest)))
         self._window, self._at, self._ended = rest + more, 0, not more
 

@@ -15,9 +15,11 @@ from ernie35se.data.documents import BrokenFile, DocumentReader, batches, check_
 
 TEXTS = ["one", "two\n\nlines", "中文 🙂", "a\u2028b", '"quoted" \\ </s>', "x" * 5000]
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=30),
-                           lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-                           max_leaves=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
 
 
 def jsonl(texts, **options) -> bytes:
@@ -32,24 +34,30 @@ def zstd_frames(*parts: bytes) -> bytes:
     return b"".join(zstandard.ZstdCompressor().compress(part) for part in parts)
 
 
-# --- formats ---------------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, content", [
-    ("a.jsonl", jsonl(TEXTS)),
-    ("a.JSONL", jsonl(TEXTS, ensure_ascii=False)),
-    ("bom.jsonl", b"\xef\xbb\xbf" + jsonl(TEXTS)),
-    ("crlf.jsonl", jsonl(TEXTS).replace(b"\n", b"\r\n")),
-    ("unended.jsonl", jsonl(TEXTS).rstrip(b"\n")),
-    ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))),
-    ("members.jsonl.gz", gzip.compress(jsonl(TEXTS[:2])) + gzip.compress(jsonl(TEXTS[2:]))),
-    ("a.jsonl.zst", zstd_frames(jsonl(TEXTS))),
-    ("frames.jsonl.zst", zstd_frames(jsonl(TEXTS)[:40], jsonl(TEXTS)[40:100], b"", jsonl(TEXTS)[100:])),
-    ("list.json", json.dumps([{"text": text} for text in TEXTS]).encode()),
-    ("pretty.json", json.dumps([{"text": text} for text in TEXTS], indent=4, ensure_ascii=False).encode()),
-    ("lines.json", jsonl(TEXTS)),
-    ("list.json.gz", gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode())),
-])
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.jsonl", jsonl(TEXTS)),
+        ("a.JSONL", jsonl(TEXTS, ensure_ascii=False)),
+        ("bom.jsonl", b"\xef\xbb\xbf" + jsonl(TEXTS)),
+        ("crlf.jsonl", jsonl(TEXTS).replace(b"\n", b"\r\n")),
+        ("unended.jsonl", jsonl(TEXTS).rstrip(b"\n")),
+        ("a.jsonl.gz", gzip.compress(jsonl(TEXTS))),
+        ("members.jsonl.gz", gzip.compress(jsonl(TEXTS[:2])) + gzip.compress(jsonl(TEXTS[2:]))),
+        ("a.jsonl.zst", zstd_frames(jsonl(TEXTS))),
+        ("frames.jsonl.zst", zstd_frames(jsonl(TEXTS)[:40], jsonl(TEXTS)[40:100], b"", jsonl(TEXTS)[100:])),
+        ("list.json", json.dumps([{"text": text} for text in TEXTS]).encode()),
+        (
+            "pretty.json",
+            json.dumps([{"text": text} for text in TEXTS], indent=4, ensure_ascii=False).encode(),
+        ),
+        ("lines.json", jsonl(TEXTS)),
+        ("list.json.gz", gzip.compress(json.dumps([{"text": text} for text in TEXTS]).encode())),
+    ],
+)
 def test_every_format_gives_the_same_documents(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     reader = DocumentReader([tmp_path / name])
@@ -58,11 +66,14 @@ def test_every_format_gives_the_same_documents(tmp_path, name, content):
     assert reader.bytes_done == reader.total_bytes == len(content)
 
 
-@pytest.mark.parametrize("mode, expected", [
-    ("blank_line", ["first\nsecond", "third", " fourth\u2028still"]),
-    ("line", ["first", "second", "third", " fourth\u2028still"]),
-    ("file", ["first\nsecond\n\n \nthird\n\n fourth\u2028still"]),
-])
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("blank_line", ["first\nsecond", "third", " fourth\u2028still"]),
+        ("line", ["first", "second", "third", " fourth\u2028still"]),
+        ("file", ["first\nsecond\n\n \nthird\n\n fourth\u2028still"]),
+    ],
+)
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_plain_text_documents(tmp_path, mode, expected, line_end):
     content = "\ufeff\n\nfirst\nsecond\n\n \nthird\n\n fourth\u2028still\n\n".replace("\n", line_end)
@@ -72,8 +83,13 @@ def test_plain_text_documents(tmp_path, mode, expected, line_end):
 
 def test_a_folder_is_read_recursively_and_sorted(tmp_path):
     (tmp_path / "b").mkdir()
-    for name, text in (("b/z.jsonl", "third"), ("a.jsonl", "first"), ("b/a.txt", "second"), (".hidden.txt", "no"),
-                       ("notes.md", "no")):
+    for name, text in (
+        ("b/z.jsonl", "third"),
+        ("a.jsonl", "first"),
+        ("b/a.txt", "second"),
+        (".hidden.txt", "no"),
+        ("notes.md", "no"),
+    ):
         (tmp_path / name).write_bytes(jsonl([text]) if name.endswith("jsonl") else text.encode())
     reader = DocumentReader([tmp_path])
     assert list(reader) == ["first", "second", "third"]
@@ -94,10 +110,10 @@ def test_paths_that_cannot_be_read(tmp_path):
             find_files(paths)
 
 
-# --- malformed records -----------------------------------------------------------------------------------------------
+# --- malformed records ----------------------------------------------------------------------------------
 
 BAD_LINES = [
-    (b'{"text": "cut', "bad JSON", "{\"text\": \"cut"),
+    (b'{"text": "cut', "bad JSON", '{"text": "cut'),
     (b"[" * 100_000, "bad JSON", "nested too deeply"),
     (b"1" * 5000, "bad JSON", "digits"),
     (b'{"content": "x", "id": 3}', "missing key", "keys seen: content, id"),
@@ -114,7 +130,9 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize("line, reason, detail", BAD_LINES, ids=lambda value: value[:14] if isinstance(value, bytes) else "")
+@pytest.mark.parametrize(
+    "line, reason, detail", BAD_LINES, ids=lambda value: value[:14] if isinstance(value, bytes) else ""
+)
 def test_bad_lines_are_counted_with_their_place(tmp_path, line, reason, detail):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl(["good"]) + line + b"\n" + jsonl(["also good"]))
@@ -143,7 +161,7 @@ def test_invalid_bytes_in_another_field_do_no_harm(tmp_path):
     assert read(tmp_path / "a.jsonl") == ["kept"]
 
 
-# --- broken files ----------------------------------------------------------------------------------------------------
+# --- broken files ---------------------------------------------------------------------------------------
 
 
 def broken_files():
@@ -164,7 +182,9 @@ def broken_files():
     }
 
 
-@pytest.mark.parametrize("name, content", broken_files().items(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name, content", broken_files().items(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_broken_files_are_errors_or_counted(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
@@ -198,11 +218,16 @@ def test_an_endless_line_is_refused_before_it_fills_the_memory(tmp_path, monkeyp
         list(read_json(io.StringIO('[{"text": "' + "z" * 5000), chunk=100))
 
 
-# --- the streaming JSON reader ---------------------------------------------------------------------------------------
+# --- the streaming JSON reader --------------------------------------------------------------------------
 
 
 @QUICK
-@given(st.lists(json_values, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([None, 1, "\t"]), st.booleans())
+@given(
+    st.lists(json_values, min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.sampled_from([None, 1, "\t"]),
+    st.booleans(),
+)
 def test_a_list_in_pieces_equals_the_list_whole(values, chunk, indent, ascii_only):
     text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
     assert [value for _, value in read_json(io.StringIO(text), chunk)] == json.loads(text)
@@ -215,7 +240,9 @@ def test_items_are_placed_by_line():
 
 
 @QUICK
-@given(st.lists(json_values, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([" ", "\n", "\r\n\n"]))
+@given(
+    st.lists(json_values, min_size=1, max_size=6), st.integers(1, 40), st.sampled_from([" ", "\n", "\r\n\n"])
+)
 def test_values_one_after_another(values, chunk, separator):
     text = separator.join(map(json.dumps, values))
     if text.startswith("["):  # a list comes first: then that list is the file
@@ -275,17 +302,46 @@ def test_a_malformed_item_is_found_at_once():
     assert stream.taken <= 2000
 
 
-# --- whatever the bytes ----------------------------------------------------------------------------------------------
+# --- whatever the bytes ---------------------------------------------------------------------------------
 
-fragments = st.sampled_from([b'{"text": "a b"}', b"\n", b"\r\n", b"[", b"]", b",", b"{", b'"', b"\xff", b"\xef\xbb\xbf",
-                             b'"text"', b":", b"\x00", b" ", b"\\u", b"d800", b"1e999", b"NaN", b"\x1f\x8b", b"\x28\xb5\x2f\xfd"])
+fragments = st.sampled_from(
+    [
+        b'{"text": "a b"}',
+        b"\n",
+        b"\r\n",
+        b"[",
+        b"]",
+        b",",
+        b"{",
+        b'"',
+        b"\xff",
+        b"\xef\xbb\xbf",
+        b'"text"',
+        b":",
+        b"\x00",
+        b" ",
+        b"\\u",
+        b"d800",
+        b"1e999",
+        b"NaN",
+        b"\x1f\x8b",
+        b"\x28\xb5\x2f\xfd",
+    ]
+)
 contents = st.lists(fragments | st.binary(max_size=8), max_size=25).map(b"".join)
 
 
 @QUICK
-@given(contents, st.sampled_from([".jsonl", ".json", ".txt", ".jsonl.gz", ".jsonl.zst", ".txt.zst"]), st.booleans(),
-       st.sampled_from(documents.TXT_DOCUMENTS), st.booleans())
-def test_any_bytes_give_documents_counts_or_a_value_error(tmp_path, content, suffix, strict, txt_documents, compress):
+@given(
+    contents,
+    st.sampled_from([".jsonl", ".json", ".txt", ".jsonl.gz", ".jsonl.zst", ".txt.zst"]),
+    st.booleans(),
+    st.sampled_from(documents.TXT_DOCUMENTS),
+    st.booleans(),
+)
+def test_any_bytes_give_documents_counts_or_a_value_error(
+    tmp_path, content, suffix, strict, txt_documents, compress
+):
     if compress:
         content = gzip.compress(content) if suffix.endswith("gz") else zstd_frames(content)
     path = tmp_path / f"a{suffix}"

@@ -1,4 +1,4 @@
-"""Token files from text: the ids are SentencePiece's own, whatever the format and the workers; mistakes are told."""
+"""Token files from text: the ids are SentencePiece's own in every format; mistakes are told."""
 
 import gzip
 import json
@@ -25,8 +25,19 @@ def processor(tokenizer_dir):
 
 
 def convert(tokenizer_dir, inputs, prefix, *flags) -> int:
-    return main(["--input_path", *map(str, inputs), "--tokenizer_name_or_path", str(tokenizer_dir),
-                 "--output_prefix", str(prefix), "--workers", "1", *map(str, flags)])
+    return main(
+        [
+            "--input_path",
+            *map(str, inputs),
+            "--tokenizer_name_or_path",
+            str(tokenizer_dir),
+            "--output_prefix",
+            str(prefix),
+            "--workers",
+            "1",
+            *map(str, flags),
+        ]
+    )
 
 
 def stored(prefix) -> list[list[int]]:
@@ -36,21 +47,26 @@ def stored(prefix) -> list[list[int]]:
     return [part.tolist() for part in np.split(ids, np.cumsum(idx["lens"])[:-1])]
 
 
-@pytest.mark.parametrize("flags, before, after", [
-    ([], [], [EOS]),
-    (["--append_eos", "false"], [], []),
-    (["--append_eos", "--prepend_bos"], [BOS], [EOS]),
-    (["--append_eos", "0", "--prepend_bos", "true"], [BOS], []),
-])
-def test_ids_are_those_of_sentencepiece(tmp_path, tokenizer_dir, processor, write_jsonl, tricky, capsys, flags, before, after):
+@pytest.mark.parametrize(
+    "flags, before, after",
+    [
+        ([], [], [EOS]),
+        (["--append_eos", "false"], [], []),
+        (["--append_eos", "--prepend_bos"], [BOS], [EOS]),
+        (["--append_eos", "0", "--prepend_bos", "true"], [BOS], []),
+    ],
+)
+def test_ids_are_those_of_sentencepiece(
+    tmp_path, tokenizer_dir, processor, write_jsonl, tricky, capsys, flags, before, after
+):
     source = write_jsonl(tmp_path / "a.jsonl", tricky)
     assert convert(tokenizer_dir, [source], tmp_path / "out/a", *flags) == 0
     expected = [before + processor.encode(text) + after for text in tricky]
     assert stored(tmp_path / "out/a") == expected
     assert np.load(tmp_path / "out/a_ids.npy").dtype == np.uint16
     said = capsys.readouterr().out
-    assert f"append_eos {'true' if after else 'false'}, prepend_bos {'true' if before else 'false'}" in said
-    assert f"{len(tricky)} documents, {sum(map(len, expected))} tokens" in said and "verified" in said
+    assert f"append_eos {bool(after)}, prepend_bos {bool(before)}" in said
+    assert f"{len(tricky)} documents, {sum(map(len, expected))} tokens, uint16; verified" in said
 
 
 def test_special_pieces_in_the_text_stay_text(tmp_path, tokenizer_dir, write_jsonl):
@@ -71,8 +87,17 @@ def test_formats_folders_and_workers_give_equal_files(tmp_path, tokenizer_dir, w
     convert(tokenizer_dir, [whole], tmp_path / "whole")
     for number, source in enumerate(["folder", "c.jsonl.gz", "d.jsonl.zst"]):
         convert(tokenizer_dir, [tmp_path / source], tmp_path / f"out{number}")
-    done = tool("create_pretraining_data", "--input_path", whole, "--workers", 3, "--output_prefix", tmp_path / "out3",
-                "--tokenizer_name_or_path", tokenizer_dir / "sentencepiece.bpe.model")
+    done = tool(
+        "create_pretraining_data",
+        "--input_path",
+        whole,
+        "--workers",
+        3,
+        "--output_prefix",
+        tmp_path / "out3",
+        "--tokenizer_name_or_path",
+        tokenizer_dir / "sentencepiece.bpe.model",
+    )
     assert done.returncode == 0 and done.stderr == ""
     for number in range(4):
         for ending in ("_ids.npy", "_idx.npz"):
@@ -80,7 +105,9 @@ def test_formats_folders_and_workers_give_equal_files(tmp_path, tokenizer_dir, w
             if ending == "_ids.npy":
                 assert np.array_equal(one, other)
             else:
-                assert np.array_equal(one["lens"], other["lens"]) and np.array_equal(one["docs"], other["docs"])
+                assert np.array_equal(one["lens"], other["lens"]) and np.array_equal(
+                    one["docs"], other["docs"]
+                )
 
 
 def test_order_holds_when_late_batches_finish_first():
@@ -88,7 +115,9 @@ def test_order_holds_when_late_batches_finish_first():
         time.sleep(0.05 if batch[0] < 4 else 0)
         return batch
 
-    made = list(create_pretraining_data.encode_in_order(slow_at_first, ([number] for number in range(30)), workers=4))
+    made = list(
+        create_pretraining_data.encode_in_order(slow_at_first, ([number] for number in range(30)), workers=4)
+    )
     assert made == [[number] for number in range(30)]
 
 
@@ -111,7 +140,11 @@ def test_an_error_in_the_source_or_the_encoder_comes_out():
     with pytest.raises(ValueError, match="encoder"):
         list(create_pretraining_data.encode_in_order(broken, iter([[1]]), workers=2))
     with pytest.raises(ZeroDivisionError):
-        list(create_pretraining_data.encode_in_order(lambda batch: batch, ([1 // number] for number in (1, 0)), workers=2))
+        list(
+            create_pretraining_data.encode_in_order(
+                lambda batch: batch, ([1 // number] for number in (1, 0)), workers=2
+            )
+        )
 
 
 class Large:
@@ -132,24 +165,41 @@ def test_a_large_vocabulary_is_stored_as_int32(tmp_path, tokenizer_dir, processo
 
 
 def test_a_tokenizer_without_eos_is_told(tmp_path, write_jsonl, texts):
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(tmp_path / "m"), eos_id=-1,
-                                             vocab_size=300, model_type="bpe", minloglevel=2)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_prefix=str(tmp_path / "m"),
+        eos_id=-1,
+        vocab_size=300,
+        model_type="bpe",
+        minloglevel=2,
+    )
     source = write_jsonl(tmp_path / "a.jsonl", ["words"])
     with pytest.raises(ValueError, match="--append_eos true: the tokenizer has no such piece"):
         convert(tmp_path / "m.model", [source], tmp_path / "a")
     assert convert(tmp_path / "m.model", [source], tmp_path / "a", "--append_eos", "false") == 0
 
 
-# --- what is skipped -------------------------------------------------------------------------------------------------
+# --- what is skipped ----------------------------------------------------------------------------------------
 
 
 def test_skipped_records_are_counted_by_reason(tmp_path, tokenizer_dir, capsys):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n{"text": ""}\n{"body": "x"}\n\n{"text": 1}\nnot json\n{"text": "\xff"}\n'
-                                       b'{"body": "y"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"text": "good"}\n{"text": ""}\n{"body": "x"}\n\n{"text": 1}\nnot json\n{"text": "\xff"}\n'
+        b'{"body": "y"}\n'
+    )
     assert convert(tokenizer_dir, [tmp_path / "a.jsonl"], tmp_path / "a") == 0
     said = capsys.readouterr().out
-    for line in ("skipped: 7", "2 x missing key", "1 x empty document", "1 x not a string", "1 x bad JSON", "1 x invalid UTF-8",
-                 "1 x blank line", "a.jsonl:3: no key 'text'; keys seen: body", "a.jsonl:6:"):
+    for line in (
+        "skipped: 7",
+        "2 x missing key",
+        "1 x empty document",
+        "1 x not a string",
+        "1 x bad JSON",
+        "1 x invalid UTF-8",
+        "1 x blank line",
+        "a.jsonl:3: no key 'text'; keys seen: body",
+        "a.jsonl:6:",
+    ):
         assert line in said
     assert len(stored(tmp_path / "a")) == 1
     with pytest.raises(ValueError, match="a.jsonl:3: missing key"):
@@ -158,12 +208,13 @@ def test_skipped_records_are_counted_by_reason(tmp_path, tokenizer_dir, capsys):
 
 
 def test_a_document_without_tokens_is_counted(tmp_path, tokenizer_dir, write_jsonl, capsys):
-    source = write_jsonl(tmp_path / "a.jsonl", ["\u2581", "words"])  # SentencePiece's own space: nothing is left of it
+    space = "\u2581"  # SentencePiece's own: nothing is left of it
+    source = write_jsonl(tmp_path / "a.jsonl", [space, "words"])
     convert(tokenizer_dir, [source], tmp_path / "a", "--prepend_bos")
     assert "1 x no tokens" in capsys.readouterr().out and len(stored(tmp_path / "a")) == 1
 
 
-# --- users' mistakes -------------------------------------------------------------------------------------------------
+# --- users' mistakes ----------------------------------------------------------------------------------------
 
 
 def mistakes(folder: Path, tokenizer_dir: Path) -> dict[str, tuple[list, str]]:
@@ -190,16 +241,32 @@ def mistakes(folder: Path, tokenizer_dir: Path) -> dict[str, tuple[list, str]]:
         "empty file": (arguments(empty), "no document found in"),
         "truncated gz": (arguments(cut), "cut.jsonl.gz: cannot be read past line"),
         "tokenizer missing": (arguments(tokenizer=folder / "none"), "none: no such file"),
-        "tokenizer folder without model": (arguments(tokenizer=folder / "nothing"), "the folder holds: other.csv"),
+        "tokenizer folder without model": (
+            arguments(tokenizer=folder / "nothing"),
+            "the folder holds: other.csv",
+        ),
         "not a tokenizer": (arguments(tokenizer=folder / "bad.model"), "not a SentencePiece model"),
         "output is a folder": (arguments(prefix=folder / "nothing"), "expected a prefix"),
         "output below a file": (arguments(prefix=good / "a"), "good.jsonl"),
     }
 
 
-@pytest.mark.parametrize("name", ["missing input", "folder without text", "unknown kind", "wrong key", "empty file",
-                                  "truncated gz", "tokenizer missing", "tokenizer folder without model", "not a tokenizer",
-                                  "output is a folder", "output below a file"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "missing input",
+        "folder without text",
+        "unknown kind",
+        "wrong key",
+        "empty file",
+        "truncated gz",
+        "tokenizer missing",
+        "tokenizer folder without model",
+        "not a tokenizer",
+        "output is a folder",
+        "output below a file",
+    ],
+)
 def test_mistakes_are_told_and_leave_nothing(tmp_path, tokenizer_dir, name):
     arguments, message = mistakes(tmp_path, tokenizer_dir)[name]
     before = sorted(tmp_path.rglob("*"))
@@ -217,7 +284,9 @@ def test_exit_status_2_and_one_message(tmp_path, tokenizer_dir, tool):
         done = tool("create_pretraining_data", *arguments)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
         assert done.stderr.startswith("create_pretraining_data.py: error: ")
-    done = tool("create_pretraining_data", "--input", "x", "--output_prefix", "y", "--tokenizer_name_or_path", "z")
+    done = tool(
+        "create_pretraining_data", "--input", "x", "--output_prefix", "y", "--tokenizer_name_or_path", "z"
+    )
     assert done.returncode == 2 and "--input_path" in done.stderr  # abbreviations are refused
     done = tool("create_pretraining_data", *arguments, "--append_eos", "maybe")
     assert done.returncode == 2 and "'maybe' is neither true nor false" in done.stderr
@@ -260,7 +329,7 @@ def test_what_the_disk_changes_is_noticed(tmp_path, tokenizer_dir, write_jsonl, 
         convert(tokenizer_dir, [write_jsonl(tmp_path / "a.jsonl", ["words"])], tmp_path / "a")
 
 
-# --- large inputs ----------------------------------------------------------------------------------------------------
+# --- large inputs -------------------------------------------------------------------------------------------
 
 
 def large_corpus(path: Path, megabytes: int, texts: list[str]) -> Path:
@@ -270,11 +339,21 @@ def large_corpus(path: Path, megabytes: int, texts: list[str]) -> Path:
 
 
 def command(tokenizer_dir, source, prefix) -> list[str]:
-    return [sys.executable, create_pretraining_data.__file__, "--input_path", str(source), "--workers", "1",
-            "--output_prefix", str(prefix), "--tokenizer_name_or_path", str(tokenizer_dir)]
+    return [
+        sys.executable,
+        create_pretraining_data.__file__,
+        "--input_path",
+        str(source),
+        "--workers",
+        "1",
+        "--output_prefix",
+        str(prefix),
+        "--tokenizer_name_or_path",
+        str(tokenizer_dir),
+    ]
 
 
-# A process starts with the peak of the one that it was forked from, so a small one starts the tool and reports.
+# A process starts with the peak of the one that forked it, so a small one starts the tool and reports.
 MEASURE = """
 import os, subprocess, sys
 process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
@@ -297,11 +376,15 @@ def test_memory_does_not_grow_with_the_input(tmp_path, tokenizer_dir, texts):
     assert large - small < 8
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_a_stopped_run_leaves_nothing_under_the_final_name(tmp_path, tokenizer_dir, texts, number, status):
     source = large_corpus(tmp_path / "a.jsonl", 30, texts)
     out = tmp_path / "out"
-    process = subprocess.Popen(command(tokenizer_dir, source, out / "a"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command(tokenizer_dir, source, out / "a"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
     try:
         while not out.exists() or not os.listdir(out):
             assert process.poll() is None

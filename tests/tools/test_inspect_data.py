@@ -1,4 +1,4 @@
-"""Looking at token files: the numbers against brute force, the samples against the dataset, the exit status."""
+"""Looking at token files: numbers against brute force, samples against the dataset, the exit status."""
 
 import os
 from types import SimpleNamespace
@@ -50,7 +50,9 @@ def test_ending_share_equals_brute_force(prefix):
 def test_parts_are_what_training_sees(prefix, tmp_path, length):
     dataset = build_train_valid_test_datasets([prefix], "9,1,0", [3000, 0, 0], length, 3, str(tmp_path))[0]
     for index in range(0, len(dataset), 1 + len(dataset) // 50):
-        parts = [dataset.tokens.read(part.sequence, part.start, part.length) for part in parts_of(dataset, index)]
+        parts = [
+            dataset.tokens.read(part.sequence, part.start, part.length) for part in parts_of(dataset, index)
+        ]
         assert np.array_equal(np.concatenate(parts), dataset[index]["text"])
 
 
@@ -77,7 +79,20 @@ def arguments(prefix, *flags) -> list[str]:
 
 
 def test_the_samples_shown_are_those_of_training(prefix, tokenizer_dir, processor, tmp_path, capsys):
-    flags = ["--samples", 3, "--show", "valid", "--split", "8,2", "--seed", 5, "--max_seq_length", 40, "--train_samples", 900]
+    flags = [
+        "--samples",
+        3,
+        "--show",
+        "valid",
+        "--split",
+        "8,2",
+        "--seed",
+        5,
+        "--max_seq_length",
+        40,
+        "--train_samples",
+        900,
+    ]
     before = sorted(os.listdir(os.path.dirname(prefix)))
     assert main(arguments(prefix, "--tokenizer_name_or_path", tokenizer_dir, *flags)) == 0
     said = capsys.readouterr().out
@@ -123,7 +138,9 @@ def test_a_corpus_too_short_for_the_samples(tmp_path, capsys):
 
 
 def test_parts_of_a_single_sequence():
-    maps = SimpleNamespace(shuffle_idx=np.array([1, 0]), sample_idx=np.array([[0, 0], [0, 4], [1, 1]]), doc_idx=np.array([3, 2]))
+    maps = SimpleNamespace(
+        shuffle_idx=np.array([1, 0]), sample_idx=np.array([[0, 0], [0, 4], [1, 1]]), doc_idx=np.array([3, 2])
+    )
     dataset = SimpleNamespace(maps=maps, tokens=SimpleNamespace(lens=np.array([0, 0, 9, 7])))
     assert parts_of(dataset, 1) == [(3, 0, 5)]
     assert parts_of(dataset, 0) == [(3, 4, 3), (2, 0, 2)]

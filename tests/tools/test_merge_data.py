@@ -29,8 +29,12 @@ def write_bin(prefix, ids, lens):
     prefix.with_suffix(".bin").write_bytes(ids.tobytes())
     pointers = np.cumsum([0, *lens[:-1]]) * 2
     prefix.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(lens), len(lens) + 1) + np.array(lens, "<i4").tobytes()
-        + pointers.astype("<i8").tobytes() + np.arange(len(lens) + 1, dtype="<i8").tobytes())
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, len(lens), len(lens) + 1)
+        + np.array(lens, "<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(len(lens) + 1, dtype="<i8").tobytes()
+    )
     return prefix
 
 
@@ -48,16 +52,24 @@ def test_documents_follow_in_the_order_given(tmp_path, capsys):
     b = write_bin(tmp_path / "b", [5, 6, 7], [1, 2])
     sentences = write_plain(tmp_path / "c", np.array([8, 9, 10], np.uint16), [1, 1, 1], [0, 2, 3])
     assert merge([b, sentences, a], tmp_path / "new" / "all") == 0
-    assert read(tmp_path / "new" / "all") == (np.uint16, [5, 6, 7, 8, 9, 10, 1, 2, 3, 4], [1, 2, 1, 1, 1, 3, 1], [0, 1, 2, 4, 5, 6, 7])
+    assert read(tmp_path / "new" / "all") == (
+        np.uint16,
+        [5, 6, 7, 8, 9, 10, 1, 2, 3, 4],
+        [1, 2, 1, 1, 1, 3, 1],
+        [0, 1, 2, 4, 5, 6, 7],
+    )
     assert "6 documents, 10 tokens, uint16; verified" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("first, second, expected", [
-    (np.uint16, np.uint16, np.uint16),
-    (np.uint8, np.uint16, np.uint16),
-    (np.uint16, np.int32, np.int32),
-    (np.int64, np.uint8, np.int32),
-])
+@pytest.mark.parametrize(
+    "first, second, expected",
+    [
+        (np.uint16, np.uint16, np.uint16),
+        (np.uint8, np.uint16, np.uint16),
+        (np.uint16, np.int32, np.int32),
+        (np.int64, np.uint8, np.int32),
+    ],
+)
 def test_the_type_is_the_widest(tmp_path, first, second, expected):
     a = write_plain(tmp_path / "a", np.array([1, 2], first), [2], [0, 1])
     b = write_plain(tmp_path / "b", np.array([3, 200], second), [2], [0, 1])
@@ -107,8 +119,11 @@ def test_mistakes(tmp_path, tool):
     damaged = write(tmp_path / "d", [[1, 2]])
     with open(f"{damaged}_ids.npy", "ab") as stream:
         stream.write(b"x")
-    for inputs, flags, message in (([tmp_path / "gone"], [], "gone"), ([a, damaged], [], "d_ids.npy"),
-                                   ([a], ["--vocab_size", 250], "id 250 at token 1")):
+    for inputs, flags, message in (
+        ([tmp_path / "gone"], [], "gone"),
+        ([a, damaged], [], "d_ids.npy"),
+        ([a], ["--vocab_size", 250], "id 250 at token 1"),
+    ):
         with pytest.raises(ValueError, match=message):
             merge(inputs, tmp_path / "out" / "c", *flags)
         assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The trained tokenizer: its ids, that nothing is lost in it, that it is the same each time, and what it refuses."""
+"""The trained tokenizer: its ids, that nothing is lost in it, that it is always the same, what it refuses."""
 
 import json
 import re
@@ -24,7 +24,13 @@ def lossless(texts):
 
 def test_ids(processor):
     assert processor.vocab_size() == 600
-    assert [processor.id_to_piece(number) for number in range(5)] == ["<unk>", "<s>", "</s>", "<0x00>", "<0x01>"]
+    assert [processor.id_to_piece(number) for number in range(5)] == [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "<0x00>",
+        "<0x01>",
+    ]
     assert (processor.unk_id(), processor.bos_id(), processor.eos_id(), processor.pad_id()) == (0, 1, 2, -1)
     assert [processor.is_byte(number) for number in (2, 3, 258, 259)] == [False, True, True, False]
     pieces = processor.encode("new\nline\ttab", out_type=str)
@@ -70,8 +76,14 @@ def test_a_long_line_is_not_dropped(texts):
 
 def test_the_same_text_gives_the_same_files(tmp_path, tokenizer_dir, write_jsonl, texts, tool):
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    done = tool("train_tokenizer", "--input_path", source, "--output_dir", tmp_path / "t", "--vocab_size", 600)
-    assert done.returncode == 0 and done.stderr == "" and f"600 pieces from {len(texts)} documents" in done.stdout
+    done = tool(
+        "train_tokenizer", "--input_path", source, "--output_dir", tmp_path / "t", "--vocab_size", 600
+    )
+    assert (
+        done.returncode == 0
+        and done.stderr == ""
+        and f"600 pieces from {len(texts)} documents" in done.stdout
+    )
     for name in ("sentencepiece.bpe.model", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "t" / name).read_bytes() == (tokenizer_dir / name).read_bytes()
 
@@ -82,7 +94,10 @@ def test_sampling_is_the_same_each_time(texts):
 
 def test_the_settings_have_the_public_form(tokenizer_dir, reference):
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        ours, public = (json.loads((folder / name).read_text()) for folder in (tokenizer_dir, reference / "ernie-tokenizer"))
+        ours, public = (
+            json.loads((folder / name).read_text())
+            for folder in (tokenizer_dir, reference / "ernie-tokenizer")
+        )
         assert ours.pop("model_max_length", 0) >= public.pop("model_max_length", 0)
         assert ours == public
 
@@ -97,7 +112,9 @@ def test_our_tokenizer_class_loads_it(tokenizer_dir, processor):
 
 
 def test_a_vocabulary_that_the_text_cannot_fill(texts):
-    with pytest.raises(ValueError, match="--vocab_size 900000 is more than this text can fill: at most") as caught:
+    with pytest.raises(
+        ValueError, match="--vocab_size 900000 is more than this text can fill: at most"
+    ) as caught:
         train(texts, 900_000)
     most = int(re.search(r"at most (\d+)", str(caught.value))[1])
     assert sentencepiece.SentencePieceProcessor(model_proto=train(texts, most)).vocab_size() == most
@@ -120,4 +137,8 @@ def test_mistakes(tmp_path, write_jsonl, tool):
     assert "no such file" in refused("--input_path", tmp_path / "gone")
     assert not (tmp_path / "t").exists()
     done = tool("train_tokenizer", "--input_path", source, "--output_dir", tmp_path / "t")
-    assert done.returncode == 2 and "more than this text can fill" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == 2
+        and "more than this text can fill" in done.stderr
+        and "Traceback" not in done.stderr
+    )
