@@ -38,34 +38,41 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def prepare(arguments):
-    """(settings, trainer, test dataset), ready to run; None after a dry run."""
+    """Everything but the model: (settings, tokenizer, weights, config, datasets). None after a dry run.
+
+    Raises:
+        ValueError: what the user has to mend.
+    """
     from paddlenlp.trainer import set_seed
 
-    from ernie35se.data.pretrain import collate
     from ernie35se.training import build
-    from ernie35se.training.trainer import PretrainTrainer
 
     settings = build.Settings(*arguments)
     training = settings.training
     if training.dry_run:
         return dry_run(settings)
     build.check_output_dir(training)
+    build.check_checkpoint(training)
     build.set_device(training)
     set_seed(training.seed)
     tokenizer = build.load_tokenizer(settings.model)
     weights = build.weights_folder(settings)
     config = build.load_config(settings, tokenizer, weights)
-    train, valid, test = build.build_datasets(settings, config.vocab_size, training.dataset_world_size)
+    return settings, tokenizer, weights, config, build.build_datasets(settings, config.vocab_size)
+
+
+def run(settings, tokenizer, weights, config, datasets) -> None:
+    """Train, save, evaluate, test: whichever of them the settings ask for. An error here keeps its traceback."""
+    from ernie35se.data.pretrain import collate
+    from ernie35se.training import build
+    from ernie35se.training.trainer import PretrainTrainer
+
+    training = settings.training
+    train, valid, test = datasets
     trainer = PretrainTrainer(
         model=build.build_model(training, config, weights), args=training, train_dataset=train, eval_dataset=valid,
         data_collator=collate, tokenizer=tokenizer,
     )  # fmt: skip
-    return settings, trainer, test
-
-
-def run(settings, trainer, test_dataset) -> None:
-    """Train, save, evaluate, test: whichever of them the settings ask for."""
-    training = settings.training
     if training.do_train:
         metrics = trainer.train().metrics
         trainer.save_model()
@@ -74,7 +81,7 @@ def run(settings, trainer, test_dataset) -> None:
     if training.do_eval:
         record(trainer, "eval", trainer.evaluate())
     if training.do_predict:
-        record(trainer, "test", trainer.predict(test_dataset).metrics)
+        record(trainer, "test", trainer.predict(test).metrics)
 
 
 def record(trainer, part: str, metrics) -> None:

@@ -27,6 +27,8 @@ import paddle
 from paddlenlp.trainer import PdArgumentParser, TrainingArguments
 from paddlenlp.utils.log import logger
 
+from ..data.pretrain import parse_splits
+
 LARGEST_COUNT = 2**31 - 1
 REPORTERS = ("visualdl", "tensorboard", "wandb", "autonlp", "all", "none")
 
@@ -45,6 +47,8 @@ NOT_YET = (
     ("enable_auto_parallel", bool, "automatic parallelism is not available for this model"),
     ("to_static", bool, "training in static mode is not available for this model"),
     ("do_export", bool, "exporting is not part of pretraining"),
+    ("use_async_save", bool, "a checkpoint must be whole when training goes on; leave it off"),
+    ("distributed_dataloader", bool, "every process reads its own samples; leave it off"),
 )
 
 
@@ -121,7 +125,10 @@ class DataArguments:
 
     def __post_init__(self):
         _check_range(self, "max_seq_length", at_least=1, whole=True)
-        _check_split(self.split)
+        try:
+            parse_splits(self.split)
+        except ValueError as error:
+            raise SettingError("split", self.split, str(error)) from None
         if self.input_dir is not None and not self.input_dir.strip():
             raise SettingError("input_dir", self.input_dir, "expected a prefix, a folder, or weights and prefixes")
 
@@ -215,6 +222,7 @@ class PretrainArguments(TrainingArguments):
         # PaddleNLP's own step joins the process group and forgets parallel degrees in a single process; a dry run
         # describes any number of devices from one process and needs neither.
         if not self.dry_run:
+            _refuse_not_yet(self)
             if self.sharding and paddle.distributed.get_world_size() == 1:
                 logger.warning(f"sharding {self.sharding} does nothing in a single process.")
             super().__post_init__()
@@ -475,21 +483,10 @@ def _check_range(arguments, name, above=None, at_least=None, below=None, at_most
         raise SettingError(name, value, f"expected {kind} {limits}")
 
 
-def _check_split(split: str) -> None:
-    """SettingError unless `split` is three shares such as 949,50,1."""
-    shares = re.split("[,/]", split)
-    try:
-        values = [float(share) for share in shares]
-    except ValueError:
-        values = []
-    if len(values) != 3 or not all(math.isfinite(share) and share >= 0 for share in values) or sum(values) <= 0:
-        raise SettingError("split", split, "expected three shares that are not negative, for example 949,50,1")
-
-
 def _reconcile(model: ModelArguments, data: DataArguments, training: PretrainArguments) -> Settings:
     """Check what spans more than one group, and resolve what one group means for another."""
     if not training.dry_run:
-        _refuse_not_yet(model, training)
+        _refuse_not_yet(model)
         _check_task(data, training)
     changes = {}
     if training.device == "cpu":
@@ -505,11 +502,10 @@ def _reconcile(model: ModelArguments, data: DataArguments, training: PretrainArg
     return dataclasses.replace(model, **changes), data, training
 
 
-def _refuse_not_yet(model: ModelArguments, training: PretrainArguments) -> None:
+def _refuse_not_yet(arguments: Any) -> None:
     for name, asked, reason in NOT_YET:
-        value = getattr(model, name, None) if hasattr(model, name) else getattr(training, name)
-        if asked(value):
-            raise SettingError(name, value, reason)
+        if hasattr(arguments, name) and asked(getattr(arguments, name)):
+            raise SettingError(name, getattr(arguments, name), reason)
 
 
 def _check_task(data: DataArguments, training: PretrainArguments) -> None:

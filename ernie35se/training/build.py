@@ -21,7 +21,7 @@ from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
 from ..modeling import Ernie35ForCausalLM
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from .arguments import DataArguments, ModelArguments, PretrainArguments
-from .checkpoint import last_checkpoint
+from .checkpoint import checkpoints, last_checkpoint, what_is_missing
 from .estimate import Plan
 from .trainer import TEST_ITERS_PER_EVAL_ITER
 
@@ -162,18 +162,19 @@ def _positions(config: Ernie35Config, seq_length: int) -> int:
 # ---------------------------------------------------------------- datasets
 
 
-def build_datasets(settings: Settings, vocab_size: int, data_ranks: int, alone: bool = False) -> List:
+def build_datasets(settings: Settings, vocab_size: int, planned_ranks: Optional[int] = None) -> List:
     """[train, valid, test], None where a split is empty; as many samples as the run will read.
 
     Args:
-        data_ranks: groups of devices that read samples of their own.
-        alone: a single process builds, whatever the number of processes (a dry run).
+        planned_ranks: groups of devices that will read samples of their own, where this process only looks (a dry
+            run); None: those of this run, of which one a node builds the index maps.
 
     Raises:
         ValueError: what is wrong with the files, or that a split the run needs is empty.
     """
     data, training = settings.data, settings.training
-    many = not alone and paddle.distributed.get_world_size() > 1
+    many = planned_ranks is None and paddle.distributed.get_world_size() > 1
+    data_ranks = planned_ranks or training.dataset_world_size
     rank = paddle.distributed.get_rank() if data.share_folder else training.local_process_index
     datasets = build_train_valid_test_datasets(
         parse_input_dir(data.input_dir), data.split, num_samples(training, data_ranks), data.max_seq_length,
@@ -216,10 +217,8 @@ def first_sample(settings: Settings, config: Ernie35Config, plan: Plan, tokenize
     except ValueError as error:  # the description of the run does not depend on the data being here
         return f"First sample: none: {error}"
     training = dataclasses.replace(training, do_train=True, max_steps=max(training.max_steps, 1))
-    datasets = build_datasets(
-        dataclasses.replace(settings, training=training), config.vocab_size, plan.data_parallel * plan.sharding_degree,
-        alone=True,
-    )  # fmt: skip
+    asked = dataclasses.replace(settings, training=training)
+    datasets = build_datasets(asked, config.vocab_size, planned_ranks=plan.data_parallel * plan.sharding_degree)
     ids = datasets[0][0]["text"]
     text = f"ids {ids[:16].tolist()} ..." if tokenizer is None else repr(tokenizer.decode(ids.tolist()))
     return f"First sample ({len(ids)} tokens): {text}"
@@ -270,6 +269,18 @@ def check_output_dir(training: PretrainArguments) -> None:
         raise ValueError(
             f"output_dir = {training.output_dir!r}: holds {', '.join(foreign[:5])} but no checkpoint to resume from; "
             "choose another folder, or set --overwrite_output_dir to train from scratch over it"
+        )
+
+
+def check_checkpoint(training: PretrainArguments) -> None:
+    """ValueError unless resume_from_checkpoint, where it is set, is a whole checkpoint."""
+    named = training.resume_from_checkpoint
+    missing = what_is_missing(named) if named else None
+    if missing:
+        found = ", ".join(path.name for path in checkpoints(training.output_dir)) or "none"
+        raise ValueError(
+            f"resume_from_checkpoint = {named!r} is not a whole checkpoint: {missing}; checkpoints in "
+            f"{training.output_dir}: {found}. Name one of them, or leave the setting out to take the newest"
         )
 
 
