@@ -413,8 +413,11 @@ class PretrainTrainer(Trainer):
         with self._staged(staging):
             with self._output_dir_being(staging):
                 super()._save_checkpoint(model, metrics=None)
+            progress = self._progress()
             if self.args.should_save:
-                self._save_extras(staging / name)
+                paddle.save(self.args, str(staging / name / TRAINING_ARGS_NAME))  # once more, with the real output_dir
+                text = json.dumps(dataclasses.asdict(progress), indent=1) + "\n"
+                (staging / name / PROGRESS_FILE).write_text(text, encoding="utf-8")
             self._once_per_disk(lambda: _publish_checkpoint(staging, final))
         logger.info(f"Saved {final}.")
         if self.args.local_process_index == 0:
@@ -435,9 +438,8 @@ class PretrainTrainer(Trainer):
             super().save_model(str(staging), merge_tensor_parallel)
             self._once_per_disk(lambda: _publish_model(staging, final))
 
-    def _save_extras(self, folder: Path) -> None:
-        paddle.save(self.args, str(folder / TRAINING_ARGS_NAME))  # once more, now with the real output_dir
-        progress = Progress(
+    def _progress(self) -> Progress:
+        return Progress(
             step=self.state.global_step,
             consumed_samples=self.state.consumed_samples,
             loss_sum=self._nested_gather(self._loss_sum).mean().item(),
@@ -447,7 +449,6 @@ class PretrainTrainer(Trainer):
             summed_from_step=self._skip_global_steps,
             next_sample=self._checksum_of_sample(self.state.consumed_samples),
         )
-        (folder / PROGRESS_FILE).write_text(json.dumps(dataclasses.asdict(progress), indent=1) + "\n", encoding="utf-8")
 
     def _note_best(self, metrics: Optional[Dict[str, float]], folder: Path) -> None:
         """Remember the best checkpoint by its final name (PaddleNLP's would remember the temporary one)."""

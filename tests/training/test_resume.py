@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -262,6 +263,12 @@ class Faults:
         return call
 
 
+def content(folder):
+    """Checksum of a checkpoint's bytes; its progress holds a time, which differs."""
+    files = [path for path in sorted(folder.iterdir()) if path.name not in ("progress.json", "complete.json")]
+    return folder.name, zlib.crc32(b"".join(path.name.encode() + path.read_bytes() for path in files))
+
+
 @pytest.mark.parametrize("unified", [False, True])
 def test_a_fault_at_any_file_operation_of_a_save_leaves_a_loadable_checkpoint(tmp_path, monkeypatch, unified):
     folder = tmp_path / "run"
@@ -289,7 +296,7 @@ def test_a_fault_at_any_file_operation_of_a_save_leaves_a_loadable_checkpoint(tm
     with pytest.raises(Killed):
         trainer.train(False)
 
-    fail_at, seen = 0, set()
+    fail_at, seen, proven = 0, set(), set()
     while True:
         fail_at += 1
         with Faults(monkeypatch, fail_at) as faults:
@@ -304,12 +311,16 @@ def test_a_fault_at_any_file_operation_of_a_save_leaves_a_loadable_checkpoint(tm
         last, _ = checkpoint.last_checkpoint(folder)
         assert last is not None, f"call {fail_at}: {faults.names}"
         assert all(checkpoint.what_is_missing(path) is None for path in checkpoint.checkpoints(folder))
-        second = run()
-        second.train()
-        assert second.losses == whole.losses[checkpoint.step_of(last) :], f"call {fail_at}: {faults.names}"
+        if content(last) not in proven:  # one with the same bytes has been resumed already
+            proven.add(content(last))
+            second = run()
+            second.train()
+            assert second.losses == whole.losses[checkpoint.step_of(last) :], f"call {fail_at}: {faults.names}"
+        checkpoint.clean_leftovers(folder)
         assert not list(folder.glob(".*checkpoint-*"))
         shutil.rmtree(folder)
         shutil.copytree(tmp_path / "with-checkpoint-1", folder)
+    assert {name for name, _ in proven} == {"checkpoint-1", "checkpoint-2"}
     assert {"open", "fsync", "rename", "mkdir", "rmdir", "rmtree", "safe_save_file" if unified else "save"} <= seen
     assert [path.name for path in checkpoint.checkpoints(folder)] == ["checkpoint-2"]
 

@@ -6,15 +6,13 @@ import faulthandler
 import json
 import math
 import re
-import subprocess
-import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import paddle
 import pytest
-import tiny_run
 from paddlenlp.trainer import TrainerCallback
 from tiny_run import VOCAB_SIZE, Listener, RandomText, collate, tiny_arguments, tiny_config, tiny_trainer
 
@@ -462,3 +460,68 @@ def test_the_final_model_loads_by_itself(tmp_path):
 
 
 # ---- two data-parallel processes ---------------------------------------------------------------------------------
+
+TWO_PROCESSES = """
+import json, sys
+import paddle
+from tiny_run import RandomText, tiny_config, tiny_trainer
+from paddlenlp.trainer import TrainerCallback
+
+class Stop(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+def run():
+    config = tiny_config(enable_random_position_ids=False)
+    trainer = tiny_trainer(
+        sys.argv[1] + "/run", config=config, train=RandomText(11), evaluate_on=RandomText(7), max_steps=5, save_steps=1,
+        save_total_limit=2, per_device_train_batch_size=1,
+    )
+    trainer.noise = False
+    return trainer
+
+first = run()
+first.add_callback(Stop())
+try:
+    first.train()
+except KeyboardInterrupt:
+    pass
+second = run()
+second.train()
+evaluation = second.evaluate()["eval_loss"]
+second.save_model()
+random = tiny_trainer(sys.argv[1] + "/random", max_steps=1)
+random._training_inputs({"input_ids": paddle.zeros([1, 16], "int64")})
+rank = paddle.distributed.get_rank()
+with open(f"{sys.argv[1]}/rank-{rank}.json", "w") as file:
+    json.dump([first.losses, second.losses, evaluation, random._positions[2].tolist()], file)
+"""
+
+
+def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
+    """Data parallel: the mean of the ranks' losses is one process's with twice the batch; resume is exact too."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "parallel")
+    from launching import launch
+
+    (tmp_path / "script.py").write_text(TWO_PROCESSES)
+    status, logs = launch([tmp_path / "script.py", tmp_path], tmp_path / "log")
+    assert status == 0, logs[-6000:]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+    single = tiny_trainer(
+        tmp_path / "single", config=tiny_config(enable_random_position_ids=False), train=RandomText(11),
+        evaluate_on=RandomText(7), max_steps=5,
+    )  # fmt: skip
+    single.noise = False
+    single.train()
+    expected = [loss for _, loss in single.losses]
+    first, second = (np.mean([[loss for _, loss in rank[part]] for rank in ranks], axis=0) for part in (0, 1))
+    np.testing.assert_allclose(first, expected[:3], rtol=1e-5)
+    np.testing.assert_allclose(second, expected[3:], rtol=1e-5)
+    assert ranks[0][2] == ranks[1][2]
+    for rank in range(2):
+        assert ranks[rank][3] == [designed_positions(100_000 * rank, 16, 200).tolist()]
+    output_dir = tmp_path / "run"
+    assert sorted(path.name for path in output_dir.glob("*checkpoint*")) == ["checkpoint-4", "checkpoint-5"]
+    assert (output_dir / "model_state.pdparams").exists() and not list(output_dir.glob(".*"))
