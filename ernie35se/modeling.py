@@ -316,16 +316,11 @@ def _draw(name: str, parameter, config: Ernie35Config, deviation: float, seed: i
     return conversion.split(name, whole, config, degree, parallel.tensor_rank(config)) if degree > 1 else whole
 
 
-class Ernie35PretrainedModel(PretrainedModel):
-    """Loading, saving and conversion, as in every PaddleNLP model."""
+class CheckpointMixin:
+    """What the model in one piece and the model in pipeline stages add to PaddleNLP's loading, saving and conversion."""
 
     config_class = Ernie35Config
-    base_model_prefix = "ernie"
     pretrained_init_configuration = BUILT_IN_CONFIGS
-
-    def __init__(self, config: Ernie35Config):
-        super().__init__(config)
-        self._start_seed = draw_seed()  # before any layer draws: how many numbers those take depends on the layout
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -348,14 +343,13 @@ class Ernie35PretrainedModel(PretrainedModel):
         """As the base class; weights that the checkpoint lacks start as in a new model."""
         result = super()._load_pretrained_model(model, *args, **kwargs)
         missing = set(result[1])
-        lacking = [(name, p) for name, p in model.named_parameters() if name in missing]
+        lacking = [(name, p) for name, p in model._parameters_by_name() if name in missing]
         initialise(lacking, model.config, model._start_seed)
         return result
 
-    def _initialise(self, prefix: str = "") -> None:
-        if model_utils._init_weights:  # off while a checkpoint is being read
-            mine = [(name, p) for name, p in self.named_parameters() if name.startswith(prefix)]
-            initialise(mine, self.config, self._start_seed)
+    def _parameters_by_name(self):
+        """(state-dict name, parameter)."""
+        return list(self.named_parameters())
 
     @classmethod
     def _get_tensor_parallel_mappings(cls, config, is_split=True):
@@ -368,6 +362,21 @@ class Ernie35PretrainedModel(PretrainedModel):
             return lambda shards: conversion.merge(name, shards, config)
 
         return {name: action(name) for name in conversion.parameter_names(config)}
+
+
+class Ernie35PretrainedModel(CheckpointMixin, PretrainedModel):
+    """Base of the models in one piece."""
+
+    base_model_prefix = "ernie"
+
+    def __init__(self, config: Ernie35Config):
+        super().__init__(config)
+        self._start_seed = draw_seed()  # before any layer draws: how many numbers those take depends on the layout
+
+    def _initialise(self, prefix: str = "") -> None:
+        if model_utils._init_weights:  # off while a checkpoint is being read
+            mine = [(name, p) for name, p in self._parameters_by_name() if name.startswith(prefix)]
+            initialise(mine, self.config, self._start_seed)
 
 
 @register_base_model

@@ -223,3 +223,31 @@ def recompute(function, *args):
     Paddle's form wants tensors in and one tensor out; whatever else the function needs, it closes over.
     """
     return _fleet_recompute(function, *args)
+
+
+# ---- pipeline -------------------------------------------------------------------------------------------------------
+
+PipelineLayer = fleet.meta_parallel.PipelineLayer
+LayerDesc = fleet.meta_parallel.LayerDesc
+SharedLayerDesc = fleet.meta_parallel.SharedLayerDesc
+
+
+def pipeline_degree() -> int:
+    """Stages of the pipeline that this process belongs to; 1 outside one."""
+    group = _hybrid_group()
+    return group.get_pipe_parallel_world_size() if group else 1
+
+
+def topology():
+    """Fleet's map from ranks to places in the grid of parallel degrees.
+
+    Raises:
+        ValueError: this process belongs to no grid.
+    """
+    group = _hybrid_group()
+    if group is None:
+        raise ValueError(
+            "pipeline stages need processes started with python -m paddle.distributed.launch and "
+            "--pipeline_parallel_degree of 2 or more; in a single process use Ernie35ForCausalLM."
+        )
+    return group.topology()

@@ -1,0 +1,43 @@
+"""Runs on each of two pipeline stages.
+
+    pipeline_worker.py FOLDER        writes FOLDER/<case>.<rank>.npz and FOLDER/stages.<rank>.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import cpu_gloo  # noqa: F401  before fleet.init
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from cases import arguments, losses, make_trainer, small_config, weights_of
+from pipeline_cases import TRAINING, VIRTUAL
+
+from ernie35se.modeling_pipe import Ernie35ForCausalLMPipe
+
+
+def main(folder: Path):
+    degrees = dict(pipeline_parallel_degree=2, pipeline_parallel_config="disable_p2p_cache_shape")
+    arguments(folder, **degrees)
+    rank = dist.get_rank()
+    for name, changes in TRAINING.items():
+        config = small_config(use_progressive_seq_len=True, **changes)
+        trainer = make_trainer(config, arguments(folder / name, **degrees), Ernie35ForCausalLMPipe)
+        start = {f"start/{key}": value for key, value in weights_of(trainer.model).items()}
+        trainer.train()
+        np.savez(folder / f"{name}.{rank}.npz", losses=losses(trainer), **start, **weights_of(trainer.model))
+    stages = {}
+    for name, changes in VIRTUAL.items():
+        paddle.seed(7)
+        model = Ernie35ForCausalLMPipe(small_config(**changes))
+        state = model.state_dict()
+        stages[name] = {"cuts": model.segment_parts, "names": sorted(state)}
+        np.savez(folder / f"virtual-{name}.{rank}.npz", **{key: value.numpy() for key, value in state.items()})
+    (folder / f"stages.{rank}.json").write_text(json.dumps(stages))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
