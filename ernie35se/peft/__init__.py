@@ -1,0 +1,276 @@
+"""Parameter-efficient fine-tuning: one module a method, one way to wrap, save, load and merge them.
+
+    wrap(model, LoRAConfig(r=8))     adapters in, everything else frozen
+    save(model, folder)              <method>_config.json and <method>_model_state.safetensors
+    load(model, folder)              the same adapters on the same base model
+    merge(model)                     adapters out, their effect in the weights; the model is plain again
+
+| method | what is learnt | merges |
+|---|---|---|
+| lora (rsLoRA, LoRA+, PiSSA, MoSLoRA, LinChain, MoRA, quick LoRA) | a low-rank or square update of linear layers | yes |
+| vera, lokr, dislora | other updates of linear layers | yes |
+| reft, tare | edits that depend on the token | no |
+| prefix | keys and values before each attention layer | no |
+
+None of them is made for tensor or pipeline parallel yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Iterator, NamedTuple, Union
+
+import numpy as np
+import paddle
+from paddle import nn
+from paddlenlp.utils.log import logger
+from safetensors.numpy import load_file, save_file
+
+from . import dislora, lokr, lora, prefix, reft, tare, vera
+from .base import Adapter, AdapterConfig, AdapterLinear, refuse_parallel, replace_layer
+from .dislora import DisLoRAConfig
+from .lokr import LoKrConfig
+from .lora import LoRAConfig
+from .neftune import add_noise
+from .prefix import PrefixConfig
+from .reft import ReFTConfig
+from .tare import TareConfig
+from .vera import VeRAConfig
+
+__all__ = [
+    "METHODS", "wrap", "save", "load", "load_state", "merge", "merged", "is_wrapped", "trainable_share", "extra_loss",
+    "after_step", "saved_method", "adapter_state", "add_noise", "AdapterConfig", "LoRAConfig", "VeRAConfig", "LoKrConfig",
+    "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
+]  # fmt: skip
+
+
+class Method(NamedTuple):
+    """One row of the registry."""
+
+    config: type[AdapterConfig]
+    wrap: callable  # (model, config, start) -> None
+    merges: bool
+
+
+METHODS: dict[str, Method] = {
+    "lora": Method(LoRAConfig, lora.wrap, True),
+    "vera": Method(VeRAConfig, vera.wrap, True),
+    "lokr": Method(LoKrConfig, lokr.wrap, True),
+    "dislora": Method(DisLoRAConfig, dislora.wrap, True),
+    "reft": Method(ReFTConfig, reft.wrap, False),
+    "tare": Method(TareConfig, tare.wrap, False),
+    "prefix": Method(PrefixConfig, prefix.wrap, False),
+}
+
+
+def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer:
+    """Put adapters into the model, in place, and freeze the rest.
+
+    Args:
+        start: whether to compute the adapters' starting values; False when saved ones will be loaded at once.
+
+    Returns:
+        The model; `model.adapter_config` is the configuration.
+
+    Raises:
+        ValueError: targets that match nothing or twice, a model that has adapters, or one that the method cannot take.
+        NotImplementedError: a pipeline-parallel model.
+    """
+    if is_wrapped(model):
+        raise ValueError(f"the model already has {model.adapter_config.name()} adapters; merge them, or load a fresh model.")
+    refuse_parallel(model, config.name())
+    for parameter in model.parameters():
+        parameter.stop_gradient = True
+    METHODS[config.method].wrap(model, config, start)
+    model.adapter_config = config
+    if start:
+        _change_bases(model, -1)
+    _let_gradients_through(model)
+    return model
+
+
+def is_wrapped(model: nn.Layer) -> bool:
+    """Whether `wrap` or `load` has put adapters into this model."""
+    return getattr(model, "adapter_config", None) is not None
+
+
+def adapters(model: nn.Layer) -> Iterator[tuple[str, Adapter]]:
+    """Names and layers that hold adapters."""
+    return ((name, layer) for name, layer in model.named_sublayers() if isinstance(layer, Adapter))
+
+
+def adapter_state(model: nn.Layer) -> dict[str, paddle.Tensor]:
+    """Name -> parameter of everything that belongs to the adapters."""
+    return {f"{name}.{own}": p for name, layer in adapters(model) for own, p in layer.own_parameters()}
+
+
+def trainable_share(model: nn.Layer) -> str:
+    """A sentence: how many parameters train, of how many."""
+    sizes = [(p.size, p.stop_gradient) for p in model.parameters()]
+    total, trains = sum(size for size, _ in sizes), sum(size for size, frozen in sizes if not frozen)
+    name = model.adapter_config.name() if is_wrapped(model) else "all weights"
+    return f"{name}: {trains:,} of {total:,} parameters train ({trains / total:.2%})."
+
+
+# --------------------------------------------------------------------------------------------- training
+
+
+def extra_loss(model: nn.Layer) -> paddle.Tensor | None:
+    """What the adapters add to the training loss, or None."""
+    terms = [term for _, layer in adapters(model) if (term := layer.extra_loss()) is not None]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def after_step(model: nn.Layer, step: int) -> None:
+    """Tell the adapters that `step` optimizer steps are complete."""
+    for _, layer in adapters(model):
+        layer.after_step(step)
+
+
+def _let_gradients_through(model) -> None:
+    """A frozen embedding's output has no gradient, and recomputation cuts the graph at such inputs."""
+
+    def after(layer, inputs, output):
+        if layer.training and output.stop_gradient:
+            output.stop_gradient = False
+        return output
+
+    model.get_input_embeddings().register_forward_post_hook(after)
+
+
+# ------------------------------------------------------------------------------------------ saving and loading
+
+
+def saved_method(folder: Union[str, Path]) -> str | None:
+    """The method whose adapters a folder holds, or None."""
+    found = [name for name, method in METHODS.items() if (Path(folder) / method.config.file_name()).is_file()]
+    if len(found) > 1:
+        raise ValueError(f"{folder}: holds adapters of {' and '.join(found)}; expected one method a folder.")
+    return found[0] if found else None
+
+
+def save(model: nn.Layer, folder: Union[str, Path]) -> None:
+    """Write weights, in float32 as safetensors, then the configuration; each arrives whole, by a rename."""
+    folder, config = Path(folder), model.adapter_config
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: value.astype("float32").numpy() for name, value in adapter_state(model).items()}
+    weights = folder / f"{config.method}_model_state.safetensors"
+    beside = weights.with_name(f".tmp-{weights.name}")
+    save_file({name: np.ascontiguousarray(value) for name, value in state.items()}, str(beside), {"format": "np"})
+    os.replace(beside, weights)
+    config.save(folder)
+
+
+def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
+    """Put the adapters of a folder into a plain model. Their parameters can be trained on.
+
+    Raises:
+        ValueError: no adapters there, or such as do not fit this model.
+    """
+    method = saved_method(folder)
+    if method is None:
+        names = ", ".join(entry.config.file_name() for entry in METHODS.values())
+        raise ValueError(f"{folder}: holds no adapter; expected one of {names}.")
+    wrap(model, METHODS[method].config.load(folder), start=False)
+    _set_state(model, _read_state(Path(folder), method))
+    _change_bases(model, -1)
+    return model
+
+
+def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
+    """Give the adapters of a wrapped model the values saved in a folder (to resume, or to go back to the best).
+
+    Raises:
+        ValueError: a folder that holds none of this method, or such as do not fit.
+    """
+    state = _read_state(Path(folder), model.adapter_config.method)
+    _check_state(model, state)
+    _change_bases(model, 1)
+    _set_state(model, state)
+    _change_bases(model, -1)
+
+
+def _read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
+    safe, pickled = (folder / f"{method}_model_state{suffix}" for suffix in (".safetensors", ".pdparams"))
+    if safe.is_file():
+        return load_file(str(safe))
+    if pickled.is_file():
+        logger.warning(f"{pickled}: a pickled file can run code when it is read; it is read because you trust its source.")
+        return paddle.load(str(pickled), return_numpy=True)
+    raise ValueError(f"{folder}: has neither {safe.name} nor {pickled.name}.")
+
+
+def _check_state(model, state) -> None:
+    wanted = {name: list(value.shape) for name, value in adapter_state(model).items()}
+    seen = {name: list(value.shape) for name, value in state.items()}
+    for what, names in (("lacks", sorted(set(wanted) - set(seen))), ("has besides", sorted(set(seen) - set(wanted)))):
+        if names:
+            raise ValueError(
+                f"the saved {model.adapter_config.name()} adapter {what} {names[0]!r} ({len(names)} in all): it was made "
+                "for another model, with other targets, or by a version with other names."
+            )
+    for name, shape in wanted.items():
+        if seen[name] != shape:
+            raise ValueError(f"the saved adapter's {name} has shape {seen[name]}; expected {shape} for this model.")
+
+
+@paddle.no_grad()
+def _set_state(model, state) -> None:
+    _check_state(model, state)
+    for name, parameter in adapter_state(model).items():
+        parameter.set_value(paddle.to_tensor(np.asarray(state[name])).astype(parameter.dtype))
+
+
+def _change_bases(model, sign: int) -> None:
+    for _, layer in adapters(model):
+        if isinstance(layer, AdapterLinear):
+            layer.change_base(sign)
+
+
+# ------------------------------------------------------------------------------------------------ merging
+
+
+def merge(model: nn.Layer) -> nn.Layer:
+    """Add the adapters' effect to the weights and take them out, in place. Quantised weights become ordinary ones.
+
+    Raises:
+        ValueError: a method that cannot be merged.
+    """
+    _refuse_unmergeable(model)
+    for name, layer in list(adapters(model)):
+        weight, base = layer.merged_weight(), layer.base
+        if not isinstance(base, nn.Linear):
+            base = base.to_linear()
+        base.weight.set_value(weight)
+        replace_layer(model, name, base)
+    model.adapter_config = None
+    return model
+
+
+@contextlib.contextmanager
+def merged(model: nn.Layer):
+    """The adapters merged for a while (`merge_weights`: evaluation without their cost), then exactly as before."""
+    _refuse_unmergeable(model)
+    kept = []
+    for _, layer in adapters(model):
+        if not isinstance(layer.base, nn.Linear):
+            raise ValueError("merge_weights needs full-precision weights; this model's are quantised.")
+        kept.append((layer, layer.base.weight.clone()))
+        layer.base.weight.set_value(layer.merged_weight())
+        layer.active = False
+    try:
+        yield model
+    finally:
+        for layer, weight in kept:
+            layer.base.weight.set_value(weight)
+            layer.active = True
+
+
+def _refuse_unmergeable(model) -> None:
+    if not is_wrapped(model):
+        raise ValueError("the model has no adapters to merge.")
+    config = model.adapter_config
+    if not METHODS[config.method].merges:
+        raise ValueError(f"{config.name()} cannot be merged: what it does depends on the tokens. Load it beside the model.")

@@ -1,0 +1,167 @@
+"""LoRA and its kin, all of them linear updates of a frozen linear layer.
+
+    LoRA      s x A B                        s = alpha / r              Hu et al. 2021, arXiv:2106.09685
+    rsLoRA    the same                       s = alpha / sqrt(r)        Kalajdzievski 2023, arXiv:2312.03732
+    LoRA+     the same, B learns faster by `lora_plus_scale`            Hayou et al. 2024, arXiv:2402.12354
+    PiSSA     x A B, started from W's top singular triplets             Meng et al. 2024, arXiv:2404.02948
+    MoSLoRA   s x A M B, M (r, r)                                       Wu et al. 2024, arXiv:2406.11909
+    LinChain  s x A M1 ... Mn B                                         arXiv:2411.00039
+    MoRA      decompress(compress(x) M), M square and as large as A and B together, Jiang et al. 2024, arXiv:2405.12130
+
+Here A is (in, r) and B (r, out), in the layout of Paddle's weights. Names of settings and parameters are PaddleNLP's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Optional
+
+import numpy as np
+import paddle
+from paddlenlp.peft.lora.lora_quick_layers import quick_lora
+from paddlenlp.utils.log import logger
+
+from .base import AdapterConfig, AdapterLinear, insert, kaiming_uniform, top_singular
+
+
+@dataclass
+class LoRAConfig(AdapterConfig):
+    """Attributes beyond AdapterConfig's: rank `r`; `lora_alpha` (None: 2r, or 4 with rslora); `lora_dropout`;
+    the switches `rslora`, `pissa`, `use_mora`, `lora_use_mixer` with the number of mixers `mixer_num`, `use_quick_lora`;
+    `lora_plus_scale`, the learning rate of B as a multiple of A's."""
+
+    method: ClassVar[str] = "lora"
+
+    r: int = 8
+    lora_alpha: Optional[float] = None
+    lora_dropout: float = 0.0
+    rslora: bool = False
+    lora_plus_scale: float = 1.0
+    pissa: bool = False
+    use_mora: bool = False
+    lora_use_mixer: bool = False
+    mixer_num: int = 1
+    use_quick_lora: bool = False
+
+    def __post_init__(self):
+        self.require_positive("r", "mixer_num")
+        if self.lora_alpha is None:
+            self.lora_alpha = 4 if self.rslora else 2 * self.r
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora: lora_dropout = {self.lora_dropout}: expected a value from 0 to below 1.")
+        if self.lora_plus_scale <= 0:
+            raise ValueError(f"lora: lora_plus_scale = {self.lora_plus_scale}: expected a value above 0.")
+        if self.mixer_num > 1 and not self.lora_use_mixer:
+            raise ValueError(f"lora: mixer_num = {self.mixer_num} needs lora_use_mixer.")
+        shapes = [name for name in ("pissa", "use_mora", "lora_use_mixer") if getattr(self, name)]
+        if len(shapes) > 1:
+            raise ValueError(f"lora: {' and '.join(shapes)} exclude each other; choose one.")
+        if self.rslora and (self.pissa or self.use_mora):
+            raise ValueError(f"lora: {shapes[0]} has no scale alpha / r that rslora could change; turn one of them off.")
+        if self.use_mora and self.lora_plus_scale != 1:
+            raise ValueError("lora: use_mora has no matrix B that lora_plus_scale could speed up; turn one of them off.")
+        if self.use_quick_lora and (self.lora_dropout or self.use_mora or self.lora_use_mixer):
+            logger.warning("use_quick_lora covers plain LoRA without dropout alone: the ordinary form is used.")
+            self.use_quick_lora = False
+
+    @property
+    def scaling(self) -> float:
+        """The factor s."""
+        if self.pissa or self.use_mora:
+            return 1.0
+        return self.lora_alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    def name(self) -> str:
+        """The name of the method that the switches add up to."""
+        if self.lora_use_mixer:
+            return "LinChain" if self.mixer_num > 1 else "MoSLoRA"
+        names = {"pissa": "PiSSA", "use_mora": "MoRA", "rslora": "rsLoRA"}
+        return next((name for switch, name in names.items() if getattr(self, switch)), "LoRA")
+
+
+class LoRALinear(AdapterLinear):
+    """A and B, with mixers between them where asked for."""
+
+    def __init__(self, name, base, config: LoRAConfig, start: bool = True):
+        super().__init__(base, config.lora_dropout)
+        self.scaling, self.quick = config.scaling, config.use_quick_lora
+        rank, inside, outside = config.r, self.in_features, self.out_features
+        if config.pissa:
+            a, b = self._top_triplets(name, rank) if start else (np.zeros([inside, rank]), np.zeros([rank, outside]))
+        else:
+            a = kaiming_uniform(config.seed, f"{name}.lora_A", (inside, rank), fan_in=inside)
+            b = np.zeros([rank, outside])
+        self.make("lora_A", a)
+        self.mixers = ["lora_AB", *(f"lora_AB_{i}" for i in range(1, config.mixer_num))] if config.lora_use_mixer else []
+        for mixer in self.mixers:
+            self.make(mixer, kaiming_uniform(config.seed, f"{name}.{mixer}", (rank, rank), fan_in=rank))
+        self.make("lora_B", b, learning_rate=config.lora_plus_scale)
+        self.starts_from_base = config.pissa
+        if config.pissa:  # the base loses exactly this, now and whenever the adapter is loaded
+            self.make("lora_A_start", a, trainable=False)
+            self.make("lora_B_start", b, trainable=False)
+
+    def _top_triplets(self, name, rank):
+        u, s, v = top_singular(self.base.weight, rank, name)
+        root = np.sqrt(s[:rank])
+        return u[:, :rank] * root, root[:, None] * v[:rank]
+
+    def forward(self, x):
+        if self.quick and self.training and self.active:
+            base = self.base
+            return quick_lora(x, self.lora_A, self.lora_B, base.weight, base.bias, self.scaling)
+        return super().forward(x)
+
+    def update(self, x):
+        x = x @ self.lora_A
+        for mixer in self.mixers:
+            x = x @ getattr(self, mixer)
+        return x @ self.lora_B * self.scaling
+
+    def taken_from_base(self):
+        return self.lora_A_start @ self.lora_B_start if self.starts_from_base else None
+
+
+class MoRALinear(AdapterLinear):
+    """One square matrix of n^2 parameters, n = sqrt((in + out) r) made even.
+
+    Compress: x, repeated to fill whole groups of n, is cut into groups; group g is rotated by g times RoPE's angles, so that
+    the groups can be told apart. Each group meets the matrix. Decompress: the groups laid out in a row, cut or repeated to
+    `out` values. (The form with rotation of the paper, section 3.2.)
+    """
+
+    def __init__(self, name, base, config: LoRAConfig, start: bool = True):
+        super().__init__(base, config.lora_dropout)
+        size = max(2, int(math.sqrt((self.in_features + self.out_features) * config.r) + 0.5) // 2 * 2)
+        self.make("lora_A", np.zeros([size, size]))
+        self.size, self.groups = size, -(-self.in_features // size)
+        angles = np.outer(np.arange(self.groups), 10000.0 ** (-np.arange(0, size, 2) / size))
+        angles = np.concatenate([angles, angles], axis=-1)  # (groups, n)
+        for buffer, value in (("cos", np.cos(angles)), ("sin", np.sin(angles))):
+            self.register_buffer(buffer, paddle.to_tensor(value, dtype=self._dtype), persistable=False)
+
+    def update(self, x):
+        x = _repeated(x, self.groups * self.size).reshape([*x.shape[:-1], self.groups, self.size])
+        first, second = x.chunk(2, axis=-1)
+        x = x * self.cos + paddle.concat([-second, first], axis=-1) * self.sin
+        return _repeated((x @ self.lora_A).flatten(-2), self.out_features)
+
+
+def _repeated(x, width):
+    """The last axis cut to `width`, or repeated until it has that many values."""
+    times = -(-width // x.shape[-1])
+    return (paddle.concat([x] * times, axis=-1) if times > 1 else x)[..., :width]
+
+
+def wrap(model, config: LoRAConfig, start: bool = True) -> None:
+    """Put the adapters into the model; see the package's `wrap`."""
+    kind = MoRALinear if config.use_mora else LoRALinear
+
+    def make(name, base):
+        if getattr(base, "is_quantised_linear", False) and (config.pissa or config.use_quick_lora):
+            what = "pissa" if config.pissa else "use_quick_lora"
+            raise ValueError(f"lora: {what} needs the weight itself, but {name} is quantised; turn one of them off.")
+        return kind(name, base, config, start)
+
+    insert(model, config, make)
