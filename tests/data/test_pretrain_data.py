@@ -194,6 +194,10 @@ def test_split_bounds_round_as_megatron(size, bounds):
     assert split_bounds(parse_splits("949,50,1"), size) == bounds
 
 
+def test_split_bounds_never_fall_below_zero():
+    assert split_bounds(parse_splits("1e-17,1,1"), 3) == [0, 0, 1, 3]  # both halves of 3 round up to 2
+
+
 # ----------------------------------------------------------------------------------------------------
 # --input_dir
 
