@@ -142,13 +142,13 @@ def length_of_step(step: int, longest: int) -> int:
     return min(longest, 8 * (1 + step // 2))
 
 
-def make_trainer(config, args, model_class=Ernie35ForCausalLM, **options) -> PretrainTrainer:
+def make_trainer(config, args, model_class=Ernie35ForCausalLM, kind=PretrainTrainer, **options) -> PretrainTrainer:
     """A trainer over a new model; the same start whatever the layout."""
     trainer_module.progressive_sequence_length = length_of_step
     paddle.seed(args.seed)
     with paddle.utils.unique_name.guard():
         model = model_class(config)
-    trainer = PretrainTrainer(
+    trainer = kind(
         model=model, args=args, train_dataset=options.pop("data", None) or Text(), data_collator=collate, **options
     )
     trainer.remove_callback(CurvesCallback)

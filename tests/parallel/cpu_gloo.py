@@ -146,12 +146,11 @@ def patch_sharding():
     import paddle.distributed.sharding.group_sharded as entry
 
     entry.paddle = Proxy(paddle, device=Proxy(paddle.device, get_all_custom_device_type=lambda: ["cpu"]))
-    device = Proxy(
-        paddle.device,
+    places = dict(
         get_device=lambda: "cpu:0",
         set_device=lambda name: paddle.set_device("cpu" if name.startswith("cpu") else name),
     )
-    stand_in = Proxy(paddle, device=device, get_device=lambda: "cpu:0")
+    stand_in = Proxy(paddle, device=Proxy(paddle.device, **places), **places)
     for name in ("optimizer_stage2", "stage2", "stage3", "storage", "utils"):
         module = importlib.import_module(f"{META}sharding.group_sharded_{name}")
         module.paddle = stand_in
