@@ -92,8 +92,12 @@ def record(trainer, part: str, metrics) -> None:
 
 def dry_run(settings) -> None:
     """Print settings, parameters, memory, tokens and FLOPs of a step, and the first sample, if there are data."""
+    from paddle.distributed import get_rank
+
     from ernie35se.training import build, estimate
 
+    if get_rank() != 0:
+        return
     for group in (settings.model, settings.data, settings.training):
         print(f"{group._argument_group_name} settings")
         for name in type(group).__dict__["__annotations__"]:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import functools
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -437,8 +437,9 @@ def _type_name(hint: Any) -> str:
     return names.get(hint, "a string in quotes")
 
 
+@functools.lru_cache(maxsize=None)
 def _hints() -> Dict[str, Any]:
-    """Name -> type of every setting."""
+    """Name -> type of every setting; one whose default is None may be null whatever its annotation says."""
     hints = {}
     for cls in ARGUMENT_CLASSES:
         types = get_type_hints(cls)
