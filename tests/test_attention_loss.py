@@ -1,4 +1,4 @@
-"""Attention cores agree under every mask; the loss agrees with numpy; the norm seam refuses what is not there."""
+"""Attention cores agree under every mask; the loss agrees with numpy."""
 
 import numpy as np
 import paddle
@@ -7,7 +7,6 @@ from model_helpers import build_model, tiny_config
 
 from ernie35se import attention
 from ernie35se.loss import causal_lm_loss
-from ernie35se.norm import layer_norm
 
 CORES = {"eager": attention.eager_attention, "flash": attention.flash_attention}
 
@@ -111,10 +110,3 @@ def test_loss_without_labels_is_zero_and_has_a_graph():
 def test_loss_of_half_precision_logits_is_float32():
     loss = causal_lm_loss(paddle.zeros([1, 2, 8], dtype="float32").astype("bfloat16"), paddle.to_tensor([[1, 2]]))
     assert loss.dtype == paddle.float32 and float(loss) == pytest.approx(np.log(8), rel=1e-6)
-
-
-def test_plain_layer_norm_and_the_missing_op():
-    norm = layer_norm(tiny_config())
-    assert sorted(name for name, _ in norm.named_parameters()) == ["bias", "weight"]
-    with pytest.raises(ValueError, match="fuse_ln"):
-        layer_norm(tiny_config(fuse_ln=True))
