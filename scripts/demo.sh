@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# The whole job on one small corpus: text -> tokenizer -> token files -> pretraining -> held-out loss and loss curve.
+#
+#   bash scripts/demo.sh                     about 5 minutes on 2 cores, after the install
+#   bash scripts/demo.sh --max_steps 400     flags after it go to scripts/run_pretrain.py
+#   ERNIE35SE_DEMO_DIR=/tmp/demo bash scripts/demo.sh
+#
+# What is there already is reused, so a second run takes seconds, and one that was interrupted continues.
+# To do a step again with other settings, delete what it made and what follows from that (or the whole folder).
+# scripts/venv.sh says which environment variables choose the interpreter and the build of Paddle.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+
+# Paths named on the command line mean the caller's folder; everything below runs in the repository.
+demo=${ERNIE35SE_DEMO_DIR:-output/demo}
+case "$demo" in /*) ;; *) [ -z "${ERNIE35SE_DEMO_DIR:-}" ] || demo="$PWD/$demo" ;; esac
+
+# step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.
+step() {
+    local made=$1 what=$2
+    shift 2
+    if [ -e "$made" ]; then
+        say "$what: reusing $made"
+        return
+    fi
+    say "$what: ${*/#$python/python}"
+    "$@" || fail "$what failed, see above; run this again when it is mended, and it continues from there"
+}
+
+make_venv
+cd "$root"
+settings=(configs/pretrain/demo_cpu.json --input_dir "$demo/corpus" --tokenizer_name_or_path "$demo/tokenizer"
+    --output_dir "$demo/model" "$@")
+SECONDS=0
+
+step "$demo/corpus.jsonl" "collecting text" \
+    "$python" tools/make_demo_corpus.py --output_path "$demo/corpus.jsonl"
+step "$demo/tokenizer/sentencepiece.bpe.model" "training the tokenizer" \
+    "$python" tools/train_tokenizer.py --input_path "$demo/corpus.jsonl" --output_dir "$demo/tokenizer" \
+    --vocab_size 4096
+step "$demo/corpus_idx.npz" "writing token files" \
+    "$python" tools/create_pretraining_data.py --input_path "$demo/corpus.jsonl" \
+    --tokenizer_name_or_path "$demo/tokenizer" --output_prefix "$demo/corpus"
+step "$demo/model/eval_results.json" "pretraining and evaluating" \
+    "$python" scripts/run_pretrain.py "${settings[@]}"
+say "comparing the held-out loss with a unigram model's"
+"$python" tools/unigram_baseline.py "${settings[@]}" | tee "$demo/held_out_loss.txt"
+
+cat <<EOF
+
+Done in $SECONDS s. The loss curve is $demo/model/curves.png
+Commands to try next, in $root after: source .venv/bin/activate
+
+  # what the training saw
+  python tools/inspect_data.py $demo/corpus --tokenizer_name_or_path $demo/tokenizer
+  # settings, memory, FLOPs and a sample of a larger run, without running it
+  python scripts/run_pretrain.py configs/pretrain/demo_cpu.json --model_name_or_path ernie/tiny-random-ernie \\
+      --input_dir $demo/corpus --output_dir output/tiny --dry_run
+  # longer, into another folder
+  python scripts/run_pretrain.py ${settings[*]} --max_steps 2000 --output_dir $demo/longer
+  # logs in a browser
+  visualdl --logdir $demo/model/runs
+  # all tests
+  bash scripts/test.sh
+EOF
