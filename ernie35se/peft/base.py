@@ -122,16 +122,9 @@ class AdapterLinear(Adapter):
     def __init__(self, base: nn.Layer, dropout: float = 0.0):
         super().__init__(dtype=base._dtype)
         self.base = base
+        self.in_features, self.out_features = base.weight.shape
         self.dropout = nn.Dropout(dropout) if dropout else None
         self.active = True  # off while the weights are merged for evaluation
-
-    @property
-    def in_features(self) -> int:
-        return self.base.weight.shape[0]
-
-    @property
-    def out_features(self) -> int:
-        return self.base.weight.shape[1]
 
     def own_parameters(self):
         return ((name, p) for name, p in self.named_parameters() if not name.startswith("base."))

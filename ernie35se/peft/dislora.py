@@ -110,10 +110,4 @@ class DisLoRALinear(AdapterLinear):
 
 def wrap(model, config: DisLoRAConfig, start: bool = True) -> None:
     """Put the adapters into the model; see the package's `wrap`."""
-
-    def make(name, base):
-        if getattr(base, "is_quantised_linear", False):
-            raise ValueError(f"dislora needs the weight itself, but {name} is quantised; use LoRA with quantisation.")
-        return DisLoRALinear(name, base, config, start)
-
-    insert(model, config, make)
+    insert(model, config, lambda name, base: DisLoRALinear(name, base, config, start))

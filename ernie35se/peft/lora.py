@@ -22,14 +22,25 @@ import paddle
 from paddlenlp.peft.lora.lora_quick_layers import quick_lora
 from paddlenlp.utils.log import logger
 
-from .base import AdapterConfig, AdapterLinear, insert, kaiming_uniform, top_singular
+from . import quant
+from .base import (
+    AdapterConfig,
+    AdapterLinear,
+    find_targets,
+    get_layer,
+    insert,
+    kaiming_uniform,
+    replace_layer,
+    top_singular,
+)
 
 
 @dataclass
 class LoRAConfig(AdapterConfig):
     """Attributes beyond AdapterConfig's: rank `r`; `lora_alpha` (None: 2r, or 4 with rslora); `lora_dropout`;
     the switches `rslora`, `pissa`, `use_mora`, `lora_use_mixer` with the number of mixers `mixer_num`, `use_quick_lora`;
-    `lora_plus_scale`, the learning rate of B as a multiple of A's."""
+    `lora_plus_scale`, the learning rate of B as a multiple of A's. QLoRA: `weight_quantize_algo`, how the model's linear
+    layers are stored (None: as they are), `weight_blocksize`, `weight_double_quant`; see quant.py."""
 
     method: ClassVar[str] = "lora"
 
@@ -43,6 +54,9 @@ class LoRAConfig(AdapterConfig):
     lora_use_mixer: bool = False
     mixer_num: int = 1
     use_quick_lora: bool = False
+    weight_quantize_algo: Optional[str] = None
+    weight_blocksize: int = 64
+    weight_double_quant: bool = False
 
     def __post_init__(self):
         self.require_positive("r", "mixer_num")
@@ -61,6 +75,13 @@ class LoRAConfig(AdapterConfig):
             raise ValueError(f"lora: {shapes[0]} has no scale alpha / r that rslora could change; turn one of them off.")
         if self.use_mora and self.lora_plus_scale != 1:
             raise ValueError("lora: use_mora has no matrix B that lora_plus_scale could speed up; turn one of them off.")
+        if self.weight_quantize_algo is not None:
+            quant.check_settings(self.weight_quantize_algo, self.weight_blocksize)
+            for name in ("pissa", "use_quick_lora"):
+                if getattr(self, name):
+                    raise ValueError(f"lora: {name} needs the weights themselves, not quantised; turn one of them off.")
+        elif self.weight_double_quant:
+            raise ValueError("lora: weight_double_quant needs weight_quantize_algo.")
         if self.use_quick_lora and (self.lora_dropout or self.use_mora or self.lora_use_mixer):
             logger.warning("use_quick_lora covers plain LoRA without dropout alone: the ordinary form is used.")
             self.use_quick_lora = False
@@ -76,6 +97,8 @@ class LoRAConfig(AdapterConfig):
         """The name of the method that the switches add up to."""
         if self.lora_use_mixer:
             return "LinChain" if self.mixer_num > 1 else "MoSLoRA"
+        if self.weight_quantize_algo:
+            return "QLoRA"
         names = {"pissa": "PiSSA", "use_mora": "MoRA", "rslora": "rsLoRA"}
         return next((name for switch, name in names.items() if getattr(self, switch)), "LoRA")
 
@@ -156,12 +179,11 @@ def _repeated(x, width):
 
 def wrap(model, config: LoRAConfig, start: bool = True) -> None:
     """Put the adapters into the model; see the package's `wrap`."""
+    if config.weight_quantize_algo:
+        for name in find_targets(model, None):
+            quantised = quant.QuantisedLinear(
+                get_layer(model, name), config.weight_quantize_algo, config.weight_blocksize, config.weight_double_quant
+            )
+            replace_layer(model, name, quantised)
     kind = MoRALinear if config.use_mora else LoRALinear
-
-    def make(name, base):
-        if getattr(base, "is_quantised_linear", False) and (config.pissa or config.use_quick_lora):
-            what = "pissa" if config.pissa else "use_quick_lora"
-            raise ValueError(f"lora: {what} needs the weight itself, but {name} is quantised; turn one of them off.")
-        return kind(name, base, config, start)
-
-    insert(model, config, make)
+    insert(model, config, lambda name, base: kind(name, base, config, start))
