@@ -38,7 +38,6 @@ NOT_YET = (
     ("pipeline_parallel_degree", lambda value: value > 1, "pipeline parallelism is not available yet; leave it at 1"),
     ("virtual_pp_degree", lambda value: value > 1, "virtual pipeline stages are not available yet; leave it at 1"),
     ("sequence_parallel", bool, "sequence parallelism is not available yet; leave it off"),
-    ("use_fused_ln", bool, "the fused LayerNorm operator is not available yet; leave it off (--use_fused_ln 0)"),
     ("sep_parallel_degree", lambda value: value > 1, "this model has no segment parallelism"),
     ("context_parallel_degree", lambda value: value > 1, "this model has no context parallelism"),
     ("expert_parallel_degree", lambda value: value > 1, "this model has no experts"),
@@ -85,7 +84,7 @@ class ModelArguments:
     use_flash_attention: bool = _setting(
         False, "Flash attention; needs a GPU, falls back to plain attention with a warning where there is none."
     )
-    use_fused_ln: bool = _setting(False, "The fused LayerNorm operator. Not available yet: refused.")
+    use_fused_ln: bool = _setting(False, "LayerNorm by the op of external_ops, which has to be built (docs/fused_ln.md).")
     fuse_linear: bool = _setting(False, "Paddle's fused linear layers; GPU only, ignored with a warning on CPU.")
     use_recompute_attn: bool = _setting(
         False, "Recompute the attention alone in the backward pass. Turns `--recompute` off."

@@ -125,7 +125,6 @@ def test_spellings_of_booleans(words, expected):
     (["--pipeline_parallel_degree", "2"], ["pipeline_parallel_degree = 2", "not available yet"]),
     (["--virtual_pp_degree", "2"], ["virtual_pp_degree = 2", "not available yet"]),
     (["--sequence_parallel"], ["sequence_parallel", "not available yet"]),
-    (["--use_fused_ln", "1"], ["use_fused_ln", "not available yet"]),
     (["--to_static"], ["to_static"]), (["--input_dir", " "], ["input_dir"]),
 ])  # fmt: skip
 def test_refusals_on_the_command_line(words, parts):
