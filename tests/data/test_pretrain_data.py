@@ -198,6 +198,11 @@ def test_split_bounds_never_fall_below_zero():
     assert split_bounds(parse_splits("1e-17,1,1"), 3) == [0, 0, 1, 3]  # both halves of 3 round up to 2
 
 
+@pytest.mark.parametrize("size, bounds", [(1, [0, 0, 1, 1]), (5, [0, 0, 3, 5]), (3, [0, 0, 1, 3])])
+def test_a_split_without_a_share_gets_nothing_of_the_rounding(size, bounds):
+    assert split_bounds(parse_splits("0,1,1"), size) == bounds
+
+
 # ----------------------------------------------------------------------------------------------------
 # --input_dir
 
