@@ -1,4 +1,4 @@
-"""What watches a run: VisualDL, the picture of its curves, the progress bar."""
+"""What watches a run: VisualDL, the picture of its curves, the progress bar, the last save."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Dict, List, Optional, Tuple, Union
 from paddlenlp.trainer.integrations import VisualDLCallback as PaddleNLPVisualDLCallback
 from paddlenlp.trainer.trainer_callback import ProgressCallback as PaddleNLPProgressCallback
 from paddlenlp.trainer.trainer_callback import TrainerCallback
+from paddlenlp.trainer.trainer_utils import IntervalStrategy
 from paddlenlp.utils.log import logger
 from tqdm.auto import tqdm
 
@@ -24,18 +25,22 @@ class VisualDLCallback(PaddleNLPVisualDLCallback):
 
         # VisualDL takes a bool for an int, which protobuf 7 refuses to store.
         def add_hparams(hparams_dict, metrics_list, **kwargs):
-            plain = {key: str(value) if isinstance(value, bool) else value for key, value in hparams_dict.items()}
-            write(plain, metrics_list, **kwargs)
+            settings = {
+                key: str(value) if isinstance(value, bool) else value for key, value in hparams_dict.items()
+            }
+            write(settings, metrics_list, **kwargs)
 
         self.vdl_writer.add_hparams = add_hparams
 
 
 class ProgressCallback(PaddleNLPProgressCallback):
-    """PaddleNLP's starts at zero after a resume (and so shows a wrong rate) and drops logs outside of training."""
+    """PaddleNLP's starts at zero after a resume (so its rate is wrong) and drops logs outside of training."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_local_process_zero:
-            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, desc="training", unit="step")
+            self.training_bar = tqdm(
+                total=state.max_steps, initial=state.global_step, desc="training", unit="step"
+            )
         self.current_step = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -47,10 +52,19 @@ class ProgressCallback(PaddleNLPProgressCallback):
             super().on_train_end(args, state, control, **kwargs)
 
 
-class CurvesCallback(TrainerCallback):
-    """Draws `curves.png` into output_dir at each save, at the end of training and after evaluations that follow it.
+class SaveAtEndCallback(TrainerCallback):
+    """Saves after the last step too, so that the same command, run again, finds nothing left to do."""
 
-    The curves come from the log history, which travels with the checkpoints, so a resumed run shows the whole of them.
+    def on_step_end(self, args, state, control, **kwargs):
+        saves = args.save_strategy == IntervalStrategy.STEPS and args.save_steps > 0
+        if control.should_training_stop and saves:
+            control.should_save = True
+
+
+class CurvesCallback(TrainerCallback):
+    """Draws `curves.png` into output_dir at each save, at the end of training and after evaluations after it.
+
+    They come from the log history, which travels with the checkpoints, so a resumed run shows all of them.
     """
 
     def __init__(self):
@@ -84,7 +98,7 @@ def draw_curves(history: List[Dict[str, float]], title: str, path: Union[str, Pa
     """Draw loss (training and evaluation), learning rate and tokens per second over steps into a PNG.
 
     Args:
-        history: log records, each with "step" and some of "loss", "eval_loss", "learning_rate", "tokens_per_second".
+        history: records with "step" and some of "loss", "eval_loss", "learning_rate", "tokens_per_second".
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
     from matplotlib.figure import Figure
@@ -93,12 +107,15 @@ def draw_curves(history: List[Dict[str, float]], title: str, path: Union[str, Pa
     FigureCanvasAgg(figure)
     loss_axes, rate_axes, speed_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     figure.suptitle(title)
-    _plot(loss_axes, *series(history, "loss"), "training", color="#9db8d9", linewidth=1)
-    _plot(loss_axes, *_smoothed(*series(history, "loss")), "training, smoothed", color="#1f5fa8", linewidth=1.8)
+    losses = series(history, "loss")
+    _plot(loss_axes, *losses, "training", color="#9db8d9", linewidth=1)
+    _plot(loss_axes, *_smoothed(*losses), "training, smoothed", color="#1f5fa8", linewidth=1.8)
     _plot(loss_axes, *series(history, "eval_loss"), "evaluation", color="#d1495b", marker="o", markersize=4)
     _plot(rate_axes, *series(history, "learning_rate"), "learning rate", color="#3a7d44")
-    _plot(speed_axes, *series(history, "tokens_per_second"), "tokens per second", color="#8a5a9e", linewidth=1)
-    for axes, label in ((loss_axes, "loss (nats per token)"), (rate_axes, "learning rate"), (speed_axes, "tokens / s")):
+    speeds = series(history, "tokens_per_second")
+    _plot(speed_axes, *speeds, "tokens per second", color="#8a5a9e", linewidth=1)
+    labels = {loss_axes: "loss (nats per token)", rate_axes: "learning rate", speed_axes: "tokens / s"}
+    for axes, label in labels.items():
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
@@ -140,5 +157,5 @@ def _describe(model: Optional[object]) -> str:
     if model is None:
         return "run"
     count = sum(int(parameter.size) for parameter in model.parameters())
-    size = f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count:,}"
+    size = f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.2f} M" if count >= 1e5 else str(count)
     return f"{type(model).__name__}, {size} parameters"

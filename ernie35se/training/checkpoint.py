@@ -7,9 +7,9 @@
       .replaced-checkpoint-200/   the former checkpoint-200 while its successor takes the name
       previous/checkpoint-600/    set aside: later than the point at which a new run started
 
-A folder changes its meaning by one rename, which a file system does wholly or not at all, so a kill at any moment leaves
-a name that tells the truth. Each checkpoint also lists its files and their sizes (`complete.json`, written last), which
-shows a copy that broke off. Standard library only.
+A folder changes its meaning by one rename, which a file system does wholly or not at all, so a kill at any
+moment leaves names that tell the truth. Each checkpoint also lists its files and their sizes
+(`complete.json`, written last), which shows a copy that broke off. Standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SET_ASIDE = "previous"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _LEFTOVER = re.compile(r"(\.tmp-|\.old-|\.replaced-)(checkpoint-\d+|model)")
 # What a checkpoint without a manifest (one that plain PaddleNLP wrote) must hold at least.
-_ESSENTIAL = (("trainer_state.json",), ("scheduler.pdparams",), ("optimizer*", "master_weights*"), ("model*",))
+_ESSENTIAL = ("trainer_state.json", "scheduler.pdparams", "optimizer*", "model*")
 
 
 def step_of(folder: Union[str, Path]) -> Optional[int]:
@@ -42,7 +42,8 @@ def checkpoints(output_dir: Union[str, Path]) -> List[Path]:
     output_dir = Path(output_dir)
     if not output_dir.is_dir():
         return []
-    return sorted((path for path in output_dir.iterdir() if step_of(path) is not None and path.is_dir()), key=step_of)
+    folders = [path for path in output_dir.iterdir() if step_of(path) is not None and path.is_dir()]
+    return sorted(folders, key=step_of)
 
 
 def what_is_missing(folder: Union[str, Path]) -> Optional[str]:
@@ -51,10 +52,8 @@ def what_is_missing(folder: Union[str, Path]) -> Optional[str]:
     if not folder.is_dir():
         return "it is not a folder"
     if not (folder / MANIFEST).is_file():
-        for patterns in _ESSENTIAL:
-            if not any(True for pattern in patterns for _ in folder.glob(pattern)):
-                return f"{patterns[0]} is missing"
-        return None
+        absent = [pattern for pattern in _ESSENTIAL if not any(folder.glob(pattern))]
+        return f"{absent[0]} is missing" if absent else None
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
     except (ValueError, KeyError, TypeError) as error:
@@ -69,7 +68,7 @@ def what_is_missing(folder: Union[str, Path]) -> Optional[str]:
 
 
 def last_checkpoint(output_dir: Union[str, Path]) -> Tuple[Optional[Path], List[str]]:
-    """The whole checkpoint with the most steps, and one sentence for each later folder that was passed over."""
+    """The whole checkpoint with the most steps, and a sentence for each later folder that was passed over."""
     passed_over = []
     for folder in reversed(checkpoints(output_dir)):
         reason = what_is_missing(folder)
@@ -88,8 +87,8 @@ def staging_folder(final: Union[str, Path]) -> Path:
 def publish(written: Path, final: Path) -> None:
     """Give a finished folder its final name, in one step and only after its content is on the disk.
 
-    An older folder of that name steps aside first and is deleted afterwards; after a kill in between, `clean_leftovers`
-    brings it back.
+    An older folder of that name steps aside first and is deleted afterwards; after a kill in between,
+    `clean_leftovers` brings it back.
     """
     files = [path for path in sorted(written.rglob("*")) if path.is_file()]
     sizes = {str(path.relative_to(written)): path.stat().st_size for path in files if path.name != MANIFEST}
@@ -105,14 +104,15 @@ def publish(written: Path, final: Path) -> None:
 
 
 def move_files(written: Path, final: Path, last: Iterable[str] = ()) -> List[Path]:
-    """Move every file of a finished folder into an existing one, each by a rename; those named in `last` at the end.
+    """Move each file of a finished folder into an existing one by a rename; those named in `last` at the end.
 
     Returns:
         The files at their new place.
     """
     flush_to_disk(written)
     last = tuple(last)
-    files = sorted((path for path in written.rglob("*") if path.is_file()), key=lambda path: (path.name in last, path))
+    files = [path for path in written.rglob("*") if path.is_file()]
+    files.sort(key=lambda path: (path.name in last, path))
     moved = []
     for path in files:
         target = final / path.relative_to(written)
@@ -133,12 +133,12 @@ def delete(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def rotate(output_dir: Union[str, Path], limit: Optional[int], keep: Iterable[Union[str, Path, None]]) -> List[Path]:
+def rotate(output_dir: Union[str, Path], limit: Optional[int], keep: Iterable = ()) -> List[Path]:
     """Delete the oldest checkpoints beyond `limit`.
 
     Args:
         limit: how many may stay; None or below 1 means all.
-        keep: checkpoints that stay in any case (the one just written, the best one), by path or name.
+        keep: paths or names (or None) of checkpoints that stay in any case, such as the best one.
 
     Returns:
         What was deleted.
@@ -155,7 +155,11 @@ def rotate(output_dir: Union[str, Path], limit: Optional[int], keep: Iterable[Un
 
 
 def clean_leftovers(output_dir: Union[str, Path]) -> List[str]:
-    """Remove what a kill left behind, bring back a checkpoint whose successor never arrived; says each in a sentence."""
+    """Remove what a kill left behind; bring back a checkpoint whose successor never arrived.
+
+    Returns:
+        A sentence for each.
+    """
     output_dir, said = Path(output_dir), []
     if not output_dir.is_dir():
         return said
@@ -197,7 +201,7 @@ def set_aside(output_dir: Union[str, Path], after_step: int) -> List[Path]:
 
 @contextlib.contextmanager
 def removed_on_error(folder: Path) -> Iterator[Path]:
-    """A folder to write into that disappears if the writing fails (a full disk keeps no half-written gigabytes)."""
+    """A folder to write into that disappears if the writing fails: a full disk gets its room back."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder

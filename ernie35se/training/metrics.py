@@ -16,7 +16,7 @@ def perplexity(loss: float) -> float:
 
 
 class Throughput:
-    """Tokens per second of training alone: the clock stands still while something else (saving, evaluating) goes on."""
+    """Tokens per second of training alone: the clock stands still while a run saves or evaluates."""
 
     def __init__(self):
         self._tokens = 0

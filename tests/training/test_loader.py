@@ -16,7 +16,7 @@ def whole_run(num_items, batch_size, num_batches, num_replicas):
     numbers = itertools.cycle(range(num_items))
     return [
         [[next(numbers) for _ in range(batch_size)] for _ in range(num_replicas)] for _ in range(num_batches)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("num_items", [1, 5, 24, 1000])
@@ -26,7 +26,13 @@ def test_order_and_resumption(num_items, batch_size, num_replicas, done):
     expected = whole_run(num_items, batch_size, 5, num_replicas)
     for rank in range(num_replicas):
         sampler = SequentialBatchSampler(
-            num_items, batch_size, 5, num_replicas, rank, first_batch=done, first_sample=done * batch_size * num_replicas
+            num_items,
+            batch_size,
+            5,
+            num_replicas,
+            rank,
+            first_batch=done,
+            first_sample=done * batch_size * num_replicas,
         )
         assert len(sampler) == 5
         sampler.set_epoch(0, consumed_samples=12345)  # the loop's own count is not used

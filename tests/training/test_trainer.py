@@ -18,7 +18,8 @@ from tiny_run import VOCAB_SIZE, Listener, RandomText, collate, tiny_arguments, 
 
 from ernie35se.modeling import Ernie35ForCausalLM
 from ernie35se.training.metrics import Throughput, perplexity
-from ernie35se.training.trainer import HISTORY_LIMIT, PretrainTrainer, _thinned
+from ernie35se.training.resumable import HISTORY_LIMIT, _thinned
+from ernie35se.training.trainer import PretrainTrainer
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def deadline():
     faulthandler.cancel_dump_traceback_later()
 
 
-# ---- the loop against one written by hand ------------------------------------------------------------------------
+# ---------------------------------------------------------------- the loop against one written by hand
 
 
 def fresh_model(config, seed=7):
@@ -97,7 +98,9 @@ def cosine(step, peak, lowest, warmup, decay):
 
 CASES = {
     # 13 samples for 8 steps x 3 x 2: the data wrap around in the middle of a batch
-    "accumulation": dict(steps=8, accumulation=3, samples=13, length=11, clip=0.8, config=dict(), length_at=lambda step, full: full),
+    "accumulation": dict(
+        steps=8, accumulation=3, samples=13, length=11, clip=0.8, config=dict(), length_at=lambda step, full: full
+    ),
     "sequence warm-up": dict(
         steps=6, accumulation=1, samples=20, length=517, clip=0.2,
         config=dict(use_progressive_seq_len=True, max_position_embeddings=640, num_hidden_layers=2),
@@ -110,16 +113,33 @@ CASES = {
 def test_losses_equal_those_of_a_loop_written_by_hand(tmp_path, case):
     data = RandomText(case["samples"], length=case["length"])
     trainer = tiny_trainer(
-        tmp_path, train=data, config=tiny_config(**case["config"]), max_steps=case["steps"],
-        gradient_accumulation_steps=case["accumulation"], learning_rate=2e-2, min_learning_rate=1e-3, warmup_steps=3,
-        lr_scheduler_type="cosine", decay_steps=5, weight_decay=0.1, adam_beta2=0.95, max_grad_norm=case["clip"],
-    )  # fmt: skip
+        tmp_path,
+        train=data,
+        config=tiny_config(**case["config"]),
+        max_steps=case["steps"],
+        gradient_accumulation_steps=case["accumulation"],
+        learning_rate=2e-2,
+        min_learning_rate=1e-3,
+        warmup_steps=3,
+        lr_scheduler_type="cosine",
+        decay_steps=5,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=case["clip"],
+    )
     trainer.noise = False
     expected = losses_by_hand(
-        fresh_model(tiny_config(**case["config"])), data, case["steps"], case["length_at"],
-        rate_at=lambda step: cosine(step, 2e-2, 1e-3, 3, 5), accumulation=case["accumulation"], batch_size=2,
-        decay=0.1, beta2=0.95, clip=case["clip"],
-    )  # fmt: skip
+        fresh_model(tiny_config(**case["config"])),
+        data,
+        case["steps"],
+        case["length_at"],
+        rate_at=lambda step: cosine(step, 2e-2, 1e-3, 3, 5),
+        accumulation=case["accumulation"],
+        batch_size=2,
+        decay=0.1,
+        beta2=0.95,
+        clip=case["clip"],
+    )
     trainer.train()
     np.testing.assert_allclose([loss for _, loss in trainer.losses], expected, rtol=2e-5)
     assert np.std(expected) > 0.01
@@ -164,13 +184,26 @@ def test_without_random_positions_the_model_uses_its_own(tmp_path):
 @pytest.mark.parametrize("kind", ["cosine", "linear"])
 @pytest.mark.parametrize(
     "warmup_steps, warmup_ratio, decay_steps, max_steps",
-    [(3, 0.0, None, 9), (9, 0.0, None, 9), (0, 0.25, None, 9), (0, 0.0, 5, 9), (2, 0.9, 4, 9), (1, 0.0, 1, 3)],
+    [
+        (3, 0.0, None, 9),
+        (9, 0.0, None, 9),
+        (0, 0.25, None, 9),
+        (0, 0.0, 5, 9),
+        (2, 0.9, 4, 9),
+        (1, 0.0, 1, 3),
+    ],
 )
 def test_learning_rate_at_every_step(tmp_path, kind, warmup_steps, warmup_ratio, decay_steps, max_steps):
     trainer = tiny_trainer(
-        tmp_path, lr_scheduler_type=kind, warmup_steps=warmup_steps, warmup_ratio=warmup_ratio, decay_steps=decay_steps,
-        max_steps=max_steps, learning_rate=0.4, min_learning_rate=0.1,
-    )  # fmt: skip
+        tmp_path,
+        lr_scheduler_type=kind,
+        warmup_steps=warmup_steps,
+        warmup_ratio=warmup_ratio,
+        decay_steps=decay_steps,
+        max_steps=max_steps,
+        learning_rate=0.4,
+        min_learning_rate=0.1,
+    )
     scheduler = trainer.create_scheduler(max_steps)
     warmup, decay = warmup_steps or warmup_ratio * max_steps, decay_steps or max_steps
     for step in range(1, max_steps + 3):
@@ -185,7 +218,7 @@ def test_learning_rate_at_every_step(tmp_path, kind, warmup_steps, warmup_ratio,
         scheduler.step()
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- evaluation
 
 
 class HalfIgnored(RandomText):
@@ -205,7 +238,9 @@ def collate_half_ignored(items):
 
 def test_evaluation_is_the_mean_over_tokens(tmp_path):
     data = HalfIgnored(7)
-    trainer = tiny_trainer(tmp_path, evaluate_on=data, collator=collate_half_ignored, per_device_eval_batch_size=3)
+    trainer = tiny_trainer(
+        tmp_path, evaluate_on=data, collator=collate_half_ignored, per_device_eval_batch_size=3
+    )
     trainer.model.train()
     metrics = trainer.evaluate()
     assert trainer.model.training, "evaluation must leave the mode as it was"
@@ -225,7 +260,13 @@ def test_evaluation_is_the_mean_over_tokens(tmp_path):
 def test_evaluation_reads_the_same_eval_iters_batches_and_prediction_ten_times_as_many(tmp_path):
     data = RandomText(100)
     trainer = tiny_trainer(
-        tmp_path, evaluate_on=data, eval_iters=2, max_steps=4, do_eval=True, evaluation_strategy="steps", eval_steps=2
+        tmp_path,
+        evaluate_on=data,
+        eval_iters=2,
+        max_steps=4,
+        do_eval=True,
+        evaluation_strategy="steps",
+        eval_steps=2,
     )
     trainer.train()
     assert sorted(data.read) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -270,7 +311,9 @@ def test_nothing_to_measure_or_to_train_on_is_said(tmp_path):
 
 
 def test_metrics_by_themselves():
-    assert perplexity(0.0) == 1.0 and perplexity(2.0) == pytest.approx(math.e**2) and perplexity(1e6) == math.inf
+    assert (
+        perplexity(0.0) == 1.0 and perplexity(2.0) == pytest.approx(math.e**2) and perplexity(1e6) == math.inf
+    )
 
 
 def test_tokens_per_second_leave_out_what_is_not_training(monkeypatch):
@@ -291,7 +334,7 @@ def test_tokens_per_second_leave_out_what_is_not_training(monkeypatch):
     assert meter.take() == 10.0
 
 
-# ---- logs --------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- logs
 
 
 def test_log_lines_keep_their_form_and_add_the_throughput(tmp_path, said):
@@ -318,7 +361,7 @@ def test_a_very_long_history_is_thinned_but_keeps_evaluations():
     assert len(thinned) == HISTORY_LIMIT // 2 + 2 and sum("eval_loss" in record for record in thinned) == 2
 
 
-# ---- what ends a run ---------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- what ends a run
 
 
 class Broken(RandomText):
@@ -418,7 +461,7 @@ def test_a_batch_without_arrays_does_not_pass_for_the_end(tmp_path, deadline):
         tiny_trainer(tmp_path, collator=sometimes_empty).train()
 
 
-# ---- checkpoints that stay ---------------------------------------------------------------------------------------
+# ---------------------------------------------------------------- checkpoints that stay
 
 
 def test_save_total_limit_holds_in_a_single_process_and_spares_the_best(tmp_path):
@@ -429,9 +472,18 @@ def test_save_total_limit_holds_in_a_single_process_and_spares_the_best(tmp_path
             return output
 
     trainer = tiny_trainer(
-        tmp_path, kind=Worsening, evaluate_on=RandomText(4), max_steps=8, save_steps=2, save_total_limit=2, eval_steps=2,
-        do_eval=True, evaluation_strategy="steps", load_best_model_at_end=True, metric_for_best_model="loss",
-    )  # fmt: skip
+        tmp_path,
+        kind=Worsening,
+        evaluate_on=RandomText(4),
+        max_steps=8,
+        save_steps=2,
+        save_total_limit=2,
+        eval_steps=2,
+        do_eval=True,
+        evaluation_strategy="steps",
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
     trainer.train()
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-8"]
     state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
@@ -459,7 +511,7 @@ def test_the_final_model_loads_by_itself(tmp_path):
     assert np.array_equal(ours.numpy(), theirs.numpy())
 
 
-# ---- two data-parallel processes ---------------------------------------------------------------------------------
+# ---------------------------------------------------------------- two data-parallel processes
 
 TWO_PROCESSES = """
 import json, sys
@@ -475,8 +527,8 @@ class Stop(TrainerCallback):
 def run():
     config = tiny_config(enable_random_position_ids=False)
     trainer = tiny_trainer(
-        sys.argv[1] + "/run", config=config, train=RandomText(11), evaluate_on=RandomText(7), max_steps=5, save_steps=1,
-        save_total_limit=2, per_device_train_batch_size=1,
+        sys.argv[1] + "/run", config=config, train=RandomText(11), evaluate_on=RandomText(7), max_steps=5,
+        save_steps=1, save_total_limit=2, per_device_train_batch_size=1,
     )
     trainer.noise = False
     return trainer
@@ -500,7 +552,7 @@ with open(f"{sys.argv[1]}/rank-{rank}.json", "w") as file:
 
 
 def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
-    """Data parallel: the mean of the ranks' losses is one process's with twice the batch; resume is exact too."""
+    """Data parallel: the mean of both losses is one process's with twice the batch; resume is exact."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "parallel")
     from launching import launch
 
@@ -510,9 +562,12 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
     single = tiny_trainer(
-        tmp_path / "single", config=tiny_config(enable_random_position_ids=False), train=RandomText(11),
-        evaluate_on=RandomText(7), max_steps=5,
-    )  # fmt: skip
+        tmp_path / "single",
+        config=tiny_config(enable_random_position_ids=False),
+        train=RandomText(11),
+        evaluate_on=RandomText(7),
+        max_steps=5,
+    )
     single.noise = False
     single.train()
     expected = [loss for _, loss in single.losses]

@@ -1,6 +1,6 @@
 """A pretraining run of a second's length for the tests; as a script, one that can be killed while it saves.
 
-    python tiny_run.py OUTPUT_DIR SECONDS_PER_FILE      trains 6 steps, saves after each, slowly
+python tiny_run.py OUTPUT_DIR SECONDS_PER_FILE      trains 6 steps, saves after each, slowly
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def tiny_arguments(output_dir, **changes) -> TinyArguments:
             "per_device_train_batch_size": 2,
             "per_device_eval_batch_size": 2,
             "logging_steps": 1,
-            "save_steps": 1000,
+            "save_strategy": "steps" if "save_steps" in changes else "no",
             "learning_rate": 1e-2,
             "warmup_steps": 2,
             "device": "cpu",
@@ -93,7 +93,7 @@ def tiny_arguments(output_dir, **changes) -> TinyArguments:
 
 
 class NoisyTrainer(PretrainTrainer):
-    """Keeps every micro-batch's loss, after making it depend on all the random states that a checkpoint restores."""
+    """Keeps each micro-batch's loss, made to depend on all random states that a checkpoint restores."""
 
     noise = True
 
@@ -108,9 +108,16 @@ class NoisyTrainer(PretrainTrainer):
 
 
 def tiny_trainer(
-    output_dir, train=None, config=None, collator=collate, kind=NoisyTrainer, curves=False, evaluate_on=None, **arguments
+    output_dir,
+    train=None,
+    config=None,
+    collator=collate,
+    kind=NoisyTrainer,
+    curves=False,
+    evaluate_on=None,
+    **arguments,
 ) -> PretrainTrainer:
-    """A trainer over a fresh model that is the same each time (names of parameters included, as in a new process)."""
+    """A trainer over a model that is the same each time, as in a new process (parameter names included)."""
     args = tiny_arguments(output_dir, **arguments)
     paddle.seed(args.seed)
     with paddle.utils.unique_name.guard():
