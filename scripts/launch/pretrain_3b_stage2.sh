@@ -16,7 +16,7 @@ INPUT_DIR=${INPUT_DIR:-./data}                              # a folder of token 
 OUTPUT_DIR=${OUTPUT_DIR:-./output/pretrain_3b_stage2}
 LOG_DIR=${LOG_DIR:-./log/pretrain_3b_stage2}
 DEVICE=${DEVICE:-gpu}
-NPROC=${NPROC:-8}                                           # processes on this machine, one a GPU
+NPROC=${NPROC:-8}                                           # processes here, one a GPU; CUDA_VISIBLE_DEVICES wins
 NNODES=${NNODES:-1}                                         # more than one: set MASTER on each machine
 MASTER=${MASTER:-}                                          # address:port of the first machine
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python)}
@@ -30,7 +30,9 @@ case " $* " in
 esac
 
 if [ "$DEVICE" = gpu ]; then
-    places=(--devices "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((NPROC - 1)))}")
+    gpus=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((NPROC - 1)))}
+    places=(--devices "$gpus")
+    NPROC=$(awk -F, '{print NF}' <<<"$gpus")
 else
     places=(--nproc_per_node "$NPROC")
 fi
