@@ -3,7 +3,8 @@
     python scripts/run_pretrain.py configs/pretrain/demo_cpu.json
     python scripts/run_pretrain.py configs/pretrain/demo_cpu.json --max_steps 10 --output_dir out/short
     python scripts/run_pretrain.py configs/pretrain/3b_stage2.json --input_dir data --dry_run
-    python -m paddle.distributed.launch scripts/run_pretrain.py configs/pretrain/3b_stage2.json --input_dir data
+    python -m paddle.distributed.launch scripts/run_pretrain.py configs/pretrain/3b_stage2.json --input_dir
+    data
 
 The same command resumes a run that was interrupted. `--help` lists every setting.
 """
@@ -20,7 +21,7 @@ from ernie35se.runtime import check_versions, log_to_stderr, tune_cpu
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run with these words of a command line. Returns the exit status: 2 for a user's mistake, told in one message."""
+    """Run with these words of a command line; returns the exit status, 2 for a user's mistake."""
     try:
         log_to_stderr()
         check_versions()
@@ -62,7 +63,7 @@ def prepare(arguments):
 
 
 def run(settings, tokenizer, weights, config, datasets) -> None:
-    """Train, save, evaluate, test: whichever of them the settings ask for. An error here keeps its traceback."""
+    """Train, save, evaluate, test: whichever the settings ask for. An error here keeps its traceback."""
     from ernie35se.data.pretrain import collate
     from ernie35se.training import build
     from ernie35se.training.trainer import PretrainTrainer
@@ -70,9 +71,13 @@ def run(settings, tokenizer, weights, config, datasets) -> None:
     training = settings.training
     train, valid, test = datasets
     trainer = PretrainTrainer(
-        model=build.build_model(training, config, weights), args=training, train_dataset=train, eval_dataset=valid,
-        data_collator=collate, tokenizer=tokenizer,
-    )  # fmt: skip
+        model=build.build_model(training, config, weights),
+        args=training,
+        train_dataset=train,
+        eval_dataset=valid,
+        data_collator=collate,
+        tokenizer=tokenizer,
+    )
     if training.do_train:
         metrics = trainer.train().metrics
         trainer.save_model()
@@ -91,7 +96,7 @@ def record(trainer, part: str, metrics) -> None:
 
 
 def dry_run(settings) -> None:
-    """Print settings, parameters, memory, tokens and FLOPs of a step, and the first sample, if there are data."""
+    """Print settings, parameters, memory, tokens and FLOPs of a step, and the first sample of the data."""
     from paddle.distributed import get_rank
 
     from ernie35se.training import build, estimate

@@ -14,9 +14,17 @@ import sentencepiece
 from ernie35se.data.indexed import TokenFileWriter
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = {"model_type": "ernie", "architectures": ["Ernie35ForCausalLM"], "vocab_size": 60, "hidden_size": 32,
-         "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
-         "max_position_embeddings": 16, "use_flash_attention": True}  # fmt: skip
+MODEL = {
+    "model_type": "ernie",
+    "architectures": ["Ernie35ForCausalLM"],
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 16,
+    "use_flash_attention": True,
+}
 
 
 def load_script():
@@ -41,21 +49,40 @@ def place(tmp_path_factory):
     (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     (folder / "tokenizer").mkdir()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["one two three four", "five six seven"] * 20), vocab_size=290, model_type="bpe",
-        model_prefix=str(folder / "tokenizer" / "sentencepiece.bpe"), byte_fallback=True, hard_vocab_limit=False,
+        sentence_iterator=iter(["one two three four", "five six seven"] * 20),
+        vocab_size=290,
+        model_type="bpe",
+        model_prefix=str(folder / "tokenizer" / "sentencepiece.bpe"),
+        byte_fallback=True,
+        hard_vocab_limit=False,
         minloglevel=2,
-    )  # fmt: skip
+    )
     return folder
 
 
 def words(place, output, **changes):
     settings = {
-        "model_name_or_path": place / "model", "input_dir": place / "toy", "output_dir": output, "split": "70,20,10",
-        "max_seq_length": 24, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 6,
-        "learning_rate": 0.01, "eval_steps": 3, "save_steps": 3, "logging_steps": 1, "eval_iters": 2, "device": "cpu",
-        "disable_tqdm": 1, "report_to": "none", **changes,
-    }  # fmt: skip
-    return [word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))]
+        "model_name_or_path": place / "model",
+        "input_dir": place / "toy",
+        "output_dir": output,
+        "split": "70,20,10",
+        "max_seq_length": 24,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 6,
+        "learning_rate": 0.01,
+        "eval_steps": 3,
+        "save_steps": 3,
+        "logging_steps": 1,
+        "eval_iters": 2,
+        "device": "cpu",
+        "disable_tqdm": 1,
+        "report_to": "none",
+        **changes,
+    }
+    return [
+        word for name, value in settings.items() if value is not None for word in (f"--{name}", str(value))
+    ]
 
 
 def read(folder, name):
@@ -74,7 +101,9 @@ def refusal(capsys, argv):
 @pytest.fixture(scope="module")
 def trained(place):
     output = place / "trained"
-    argv = words(place, output, do_train=1, do_eval=1, do_predict=1, tokenizer_name_or_path=place / "tokenizer")
+    argv = words(
+        place, output, do_train=1, do_eval=1, do_predict=1, tokenizer_name_or_path=place / "tokenizer"
+    )
     assert script.main(argv) == 0
     return output
 
@@ -102,10 +131,19 @@ def test_the_same_command_again_has_nothing_left_to_do(trained, place):
 
 def test_a_run_resumes_from_its_last_checkpoint(trained, place, tmp_path):
     shutil.copytree(trained / "checkpoint-3", tmp_path / "out" / "checkpoint-3")
-    argv = words(place, tmp_path / "out", do_train=1, do_eval=1, do_predict=1,
-                 tokenizer_name_or_path=place / "tokenizer")  # fmt: skip
+    argv = words(
+        place,
+        tmp_path / "out",
+        do_train=1,
+        do_eval=1,
+        do_predict=1,
+        tokenizer_name_or_path=place / "tokenizer",
+    )
     assert script.main(argv) == 0
-    assert read(tmp_path / "out", "eval_results.json")["eval_loss"] == read(trained, "eval_results.json")["eval_loss"]
+    assert (
+        read(tmp_path / "out", "eval_results.json")["eval_loss"]
+        == read(trained, "eval_results.json")["eval_loss"]
+    )
 
 
 def test_evaluation_alone_measures_the_weights_it_is_given(trained, place, tmp_path):
@@ -118,8 +156,15 @@ def test_evaluation_alone_measures_the_weights_it_is_given(trained, place, tmp_p
 
 
 def test_continue_training_starts_from_weights(trained, place, tmp_path):
-    argv = words(place, tmp_path / "more", do_train=1, model_name_or_path=trained, continue_training=1, max_steps=1,
-                 learning_rate=2e-5)  # fmt: skip
+    argv = words(
+        place,
+        tmp_path / "more",
+        do_train=1,
+        model_name_or_path=trained,
+        continue_training=1,
+        max_steps=1,
+        learning_rate=2e-5,
+    )
     assert script.main(argv) == 0
     assert read(tmp_path / "more", "config.json")["use_progressive_seq_len"] is True
     fresh = np.log(384)
@@ -129,8 +174,10 @@ def test_continue_training_starts_from_weights(trained, place, tmp_path):
 def test_settings_from_a_file_with_a_flag_over_it(place, tmp_path):
     argv = words(place, tmp_path / "out", do_train="true", max_steps=9)
     names, values = [word[2:] for word in argv[::2]], argv[1::2]
-    typed = {name: json.loads(value) if value.replace(".", "").isdigit() or value == "true" else value
-             for name, value in zip(names, values)}  # fmt: skip
+    typed = {
+        name: json.loads(value) if value.replace(".", "").isdigit() or value == "true" else value
+        for name, value in zip(names, values)
+    }
     (tmp_path / "settings.json").write_text(json.dumps(typed))
     assert script.main([str(tmp_path / "settings.json"), "--max_steps", "1"]) == 0
     assert read(tmp_path / "out", "trainer_state.json")["global_step"] == 1
@@ -140,18 +187,35 @@ def test_dry_run_describes_and_writes_no_output(place, tmp_path, capsys):
     argv = words(place, tmp_path / "out", tokenizer_name_or_path=place / "tokenizer", dry_run=1)
     assert script.main(argv) == 0
     text = capsys.readouterr().out
-    for part in ("max_seq_length = 24", "head block", "LM head", "optimizer", "activations", "Tokens per step: 96",
-                 "FLOPs per step: ", "First sample (25 tokens): '"):  # fmt: skip
+    for part in (
+        "max_seq_length = 24",
+        "head block",
+        "LM head",
+        "optimizer",
+        "activations",
+        "Tokens per step: 96",
+        "FLOPs per step: ",
+        "First sample (25 tokens): '",
+    ):
         assert part in text, part
     assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_of_eight_gpus_on_one_cpu(capsys):
     for name in ("3b_stage2", "3b_stage2_throughput"):
-        assert script.main([str(ROOT / f"configs/pretrain/{name}.json"), "--dry_run", "--input_dir", "nowhere"]) == 0
+        assert (
+            script.main([str(ROOT / f"configs/pretrain/{name}.json"), "--dry_run", "--input_dir", "nowhere"])
+            == 0
+        )
     text = capsys.readouterr().out
-    assert "fullest of 8 device(s), bfloat16" in text and "sharding stage2" in text and "3,708,367,104" in text
-    assert "Tokens per step: 32,768" in text and "Tokens per step: 131,072" in text and "First sample: none" in text
+    assert (
+        "fullest of 8 device(s), bfloat16" in text and "sharding stage2" in text and "3,708,367,104" in text
+    )
+    assert (
+        "Tokens per step: 32,768" in text
+        and "Tokens per step: 131,072" in text
+        and "First sample: none" in text
+    )
     degrees = ["--tensor_parallel_degree", "2", "--pipeline_parallel_degree", "2", "--device", "gpu"]
     assert script.main(["--dry_run", *degrees]) == 0
     assert "fullest of 4 device(s)" in capsys.readouterr().out
@@ -163,9 +227,16 @@ def test_refusals_before_anything_is_built(place, tmp_path, capsys, trained):
         assert all(part in message for part in parts), message
 
     refused("holds no weights", "--continue_training 0", continue_training=1)
-    refused("no weights of it were ever released", continue_training=1, model_name_or_path="baidu/ernie-3.5-se-3b")
-    refused("the tokenizer has 290 tokens", "vocab_size", continue_training=1, model_name_or_path=trained_small(place),
-            tokenizer_name_or_path=place / "tokenizer")  # fmt: skip
+    refused(
+        "no weights of it were ever released", continue_training=1, model_name_or_path="baidu/ernie-3.5-se-3b"
+    )
+    refused(
+        "the tokenizer has 290 tokens",
+        "vocab_size",
+        continue_training=1,
+        model_name_or_path=trained_small(place),
+        tokenizer_name_or_path=place / "tokenizer",
+    )
     refused("no-such", model_name_or_path=place / "no-such")
     refused("no-such", input_dir=place / "no-such")
     refused("no-such", tokenizer_name_or_path=place / "no-such")
@@ -204,13 +275,19 @@ def test_ids_beyond_the_vocabulary_are_refused(place, tmp_path, capsys):
     with TokenFileWriter(str(tmp_path / "big"), 300) as writer:
         for _ in range(20):
             writer.add_document(np.full(30, 200))
-    message = refusal(capsys, words(place, tmp_path / "out", do_train=1, model_name_or_path=tmp_path,
-                                    input_dir=tmp_path / "big"))  # fmt: skip
+    message = refusal(
+        capsys,
+        words(place, tmp_path / "out", do_train=1, model_name_or_path=tmp_path, input_dir=tmp_path / "big"),
+    )
     assert "id 200" in message and "0..127" in message
 
 
 def test_as_a_command_a_wrong_flag_is_one_message_and_status_2():
-    result = subprocess.run([sys.executable, str(ROOT / "scripts/run_pretrain.py"), "--max_stps", "3"],
-                            capture_output=True, text=True, timeout=120)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/run_pretrain.py"), "--max_stps", "3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 2
     assert "did you mean --max_steps?" in result.stderr and "Traceback" not in result.stderr

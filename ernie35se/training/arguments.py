@@ -4,10 +4,11 @@
     run_pretrain.py configs/pretrain/demo_cpu.json --max_steps 10     a file, with flags that override it
     run_pretrain.py --input_dir data --output_dir out --max_steps 10  flags alone
 
-The `help` of a field is its documentation: `--help` and the README's table (`settings_table`) are made from it.
-Everything is checked before a model exists. An unknown name, a wrong type or a value out of range is a ValueError
-that names the file (or the command line), the setting, the value and what was expected. Nothing is silently ignored:
-what this machine cannot do either falls back with one warning (half precision, flash attention) or is refused.
+The `help` of a field is its documentation: `--help` and the README's table (`settings_table`) are made from
+it. Everything is checked before a model exists. An unknown name, a wrong type or a value out of range is a
+ValueError that names the file (or the command line), the setting, the value and what was expected. Nothing is
+silently ignored: what this machine cannot do either falls back with one warning (half precision, flash
+attention) or is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ import math
 import re
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import paddle
 from paddlenlp.trainer import PdArgumentParser, TrainingArguments
@@ -32,11 +45,23 @@ from ..data.pretrain import parse_splits
 LARGEST_COUNT = 2**31 - 1
 REPORTERS = ("visualdl", "tensorboard", "wandb", "autonlp", "all", "none")
 
-# (setting, does this value ask for it?, why it is refused). A later release that honours one deletes its line.
+# (setting, does this value ask for it?, why it is refused). Whoever honours one deletes its line.
 NOT_YET = (
-    ("tensor_parallel_degree", lambda value: value > 1, "tensor parallelism is not available yet; leave it at 1"),
-    ("pipeline_parallel_degree", lambda value: value > 1, "pipeline parallelism is not available yet; leave it at 1"),
-    ("virtual_pp_degree", lambda value: value > 1, "virtual pipeline stages are not available yet; leave it at 1"),
+    (
+        "tensor_parallel_degree",
+        lambda value: value > 1,
+        "tensor parallelism is not available yet; leave it at 1",
+    ),
+    (
+        "pipeline_parallel_degree",
+        lambda value: value > 1,
+        "pipeline parallelism is not available yet; leave it at 1",
+    ),
+    (
+        "virtual_pp_degree",
+        lambda value: value > 1,
+        "virtual pipeline stages are not available yet; leave it at 1",
+    ),
     ("sequence_parallel", bool, "sequence parallelism is not available yet; leave it off"),
     ("sep_parallel_degree", lambda value: value > 1, "this model has no segment parallelism"),
     ("context_parallel_degree", lambda value: value > 1, "this model has no context parallelism"),
@@ -60,7 +85,7 @@ class SettingError(ValueError):
 
 
 def _setting(default: Any, help: str, **extra: Any):
-    """A dataclass field whose `help` documents it; `choices` in `extra` is checked wherever the value comes from."""
+    """A dataclass field whose `help` documents it; `choices` are checked for file and flags alike."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **extra})
     return field(default=default, metadata={"help": help, **extra})
@@ -75,29 +100,40 @@ class ModelArguments:
     model_type: str = _setting("ernie", "Model family. Only `ernie` exists here.")
     model_name_or_path: str = _setting(
         "ernie/tiny-random-ernie",
-        "A built-in name (`ernie/tiny-random-ernie`, `baidu/ernie-3.5-se-3b`), a config JSON file, a folder with a "
-        "`config.json`, or, with `--continue_training 1`, a folder with weights.",
+        "A built-in name (`ernie/tiny-random-ernie`, `baidu/ernie-3.5-se-3b`), a config JSON file, a folder "
+        "with a `config.json`, or, with `--continue_training 1`, a folder with weights.",
     )
     tokenizer_name_or_path: Optional[str] = _setting(
         None, "Folder of the tokenizer. Left out: the model's folder, where that holds one."
     )
     use_flash_attention: bool = _setting(
-        False, "Flash attention; needs a GPU, falls back to plain attention with a warning where there is none."
+        False,
+        "Flash attention; needs a GPU, falls back to plain attention with a warning where there is none.",
     )
-    use_fused_ln: bool = _setting(False, "LayerNorm by the op of external_ops, which has to be built (docs/fused_ln.md).")
-    fuse_linear: bool = _setting(False, "Paddle's fused linear layers; GPU only, ignored with a warning on CPU.")
+    use_fused_ln: bool = _setting(
+        False, "LayerNorm by the op of external_ops, which has to be built (docs/fused_ln.md)."
+    )
+    fuse_linear: bool = _setting(
+        False, "Paddle's fused linear layers; GPU only, ignored with a warning on CPU."
+    )
     use_recompute_attn: bool = _setting(
         False, "Recompute the attention alone in the backward pass. Turns `--recompute` off."
     )
     recompute_granularity: str = _setting(
-        "full", "What `--recompute` recomputes: whole blocks, or the attention core.", choices=["full", "core_attn"]
+        "full",
+        "What `--recompute` recomputes: whole blocks, or the attention core.",
+        choices=["full", "core_attn"],
     )
-    virtual_pp_degree: int = _setting(1, "Virtual stages per pipeline stage. Not available yet: above 1 is refused.")
+    virtual_pp_degree: int = _setting(
+        1, "Virtual stages per pipeline stage. Not available yet: above 1 is refused."
+    )
 
     def __post_init__(self):
         _check_choices(self)
         if self.model_type != "ernie":
-            raise SettingError("model_type", self.model_type, f"expected 'ernie'{_nearest(self.model_type, ['ernie'])}")
+            raise SettingError(
+                "model_type", self.model_type, f"expected 'ernie'{_nearest(self.model_type, ['ernie'])}"
+            )
         if not self.model_name_or_path.strip():
             raise SettingError("model_name_or_path", self.model_name_or_path, "expected a name or a path")
         _check_range(self, "virtual_pp_degree", at_least=1, whole=True)
@@ -111,9 +147,12 @@ class DataArguments:
 
     input_dir: Optional[str] = _setting(
         None,
-        "Token files: a prefix, a folder of prefixes (weight 1.0 each), or weights and prefixes: `0.3 a 0.7 b`.",
+        "Token files: a prefix, a folder of prefixes (weight 1.0 each), or weights and prefixes: "
+        "`0.3 a 0.7 b`.",
     )
-    split: str = _setting("949,50,1", "Shares of train, validation and test documents; `,` or `/` between them.")
+    split: str = _setting(
+        "949,50,1", "Shares of train, validation and test documents; `,` or `/` between them."
+    )
     max_seq_length: int = _setting(1024, "Tokens per sample.")
     data_cache_path: Optional[str] = _setting(
         None, "Folder for index maps. Left out: `index-cache` beside the token files."
@@ -129,12 +168,14 @@ class DataArguments:
         except ValueError as error:
             raise SettingError("split", self.split, str(error)) from None
         if self.input_dir is not None and not self.input_dir.strip():
-            raise SettingError("input_dir", self.input_dir, "expected a prefix, a folder, or weights and prefixes")
+            raise SettingError(
+                "input_dir", self.input_dir, "expected a prefix, a folder, or weights and prefixes"
+            )
 
 
 @dataclass
 class PretrainArguments(TrainingArguments):
-    """How training runs. PaddleNLP's other TrainingArguments are accepted too and mean what they mean there."""
+    """How training runs. PaddleNLP's other TrainingArguments are accepted too, with their meaning there."""
 
     _argument_group_name = "training"
 
@@ -143,13 +184,16 @@ class PretrainArguments(TrainingArguments):
         False, "Start from scratch although output_dir holds files; checkpoints in it are not resumed from."
     )
     do_train: bool = _setting(False, "Train.")
-    do_eval: bool = _setting(False, "Evaluate every eval_steps while training, and at the end; alone: evaluate once.")
+    do_eval: bool = _setting(
+        False, "Evaluate every eval_steps while training, and at the end; alone: evaluate once."
+    )
     do_predict: bool = _setting(False, "Measure the loss on the test split at the end.")
     dry_run: bool = _setting(
         False, "Print settings, parameters, memory, tokens and FLOPs per step and one sample, then stop."
     )
     continue_training: bool = _setting(
-        False, "Start from the weights in model_name_or_path, with the sequence-length warm-up; else from scratch."
+        False,
+        "Start from the weights in model_name_or_path, with the sequence-length warm-up; else from scratch.",
     )
     per_device_train_batch_size: int = _setting(8, "Samples per device and micro-batch in training.")
     per_device_eval_batch_size: int = _setting(8, "Samples per device and batch in evaluation.")
@@ -160,7 +204,9 @@ class PretrainArguments(TrainingArguments):
     lr_scheduler_type: str = _setting(
         "linear", "Shape of the decay from learning_rate to min_learning_rate.", choices=["cosine", "linear"]
     )
-    decay_steps: Optional[int] = _setting(None, "Step at which min_learning_rate is reached. Left out: max_steps.")
+    decay_steps: Optional[int] = _setting(
+        None, "Step at which min_learning_rate is reached. Left out: max_steps."
+    )
     warmup_steps: int = _setting(0, "Steps of linear warm-up; 0 means warmup_ratio x max_steps.")
     warmup_ratio: float = _setting(0.0, "Share of max_steps spent in warm-up, where warmup_steps is 0.")
     adam_beta1: float = _setting(0.9, "AdamW's beta1.")
@@ -187,26 +233,33 @@ class PretrainArguments(TrainingArguments):
         False, "PaddleNLP's unified checkpoints, which load under other parallel degrees."
     )
 
-    device: Optional[str] = _setting(None, "`cpu` or `gpu`. Left out: a GPU where there is one, else the CPU.")
+    device: Optional[str] = _setting(
+        None, "`cpu` or `gpu`. Left out: a GPU where there is one, else the CPU."
+    )
     bf16: bool = _setting(False, "bfloat16; GPU only, falls back to float32 with a warning on CPU.")
     fp16: bool = _setting(False, "float16; GPU only, falls back to float32 with a warning on CPU.")
     fp16_opt_level: str = _setting(
-        "O1", "O1: mixed precision per operator; O2: half-precision weights with float32 masters. For bf16 as well.",
+        "O1",
+        "O1: mixed precision per operator; O2: half-precision weights, float32 masters. For bf16 as well.",
         choices=["O0", "O1", "O2"],
-    )  # fmt: skip
+    )
     scale_loss: float = _setting(2.0**15, "Initial loss scale of float16 training.")
     amp_master_grad: bool = _setting(False, "With O2: float32 gradients for clipping and the update.")
     recompute: bool = _setting(
-        False, "Recompute activations in the backward pass instead of keeping them; see recompute_granularity."
+        False,
+        "Recompute activations in the backward pass instead of keeping them; see recompute_granularity.",
     )
     sharding: str = _setting(
         "", "`stage1` (optimizer), `stage2` (and gradients) or `stage3` (and weights) split over devices."
     )
     sharding_parallel_degree: int = _setting(-1, "Devices that share one sharded copy; -1: all of them.")
-    tensor_parallel_degree: int = _setting(-1, "Devices that share each layer. Not available yet: above 1 is refused.")
+    tensor_parallel_degree: int = _setting(
+        -1, "Devices that share each layer. Not available yet: above 1 is refused."
+    )
     pipeline_parallel_degree: int = _setting(-1, "Pipeline stages. Not available yet: above 1 is refused.")
     sequence_parallel: bool = _setting(
-        False, "Split activations along the sequence between tensor-parallel devices. Not available yet: refused."
+        False,
+        "Split activations along the sequence between tensor-parallel devices. Not available yet: refused.",
     )
 
     def __post_init__(self):
@@ -218,8 +271,8 @@ class PretrainArguments(TrainingArguments):
         self._resolve_precision()
         if self.do_eval and self.evaluation_strategy == "no":
             self.evaluation_strategy = "steps"
-        # PaddleNLP's own step joins the process group and forgets parallel degrees in a single process; a dry run
-        # describes any number of devices from one process and needs neither.
+        # PaddleNLP's own step joins the process group and forgets parallel degrees in a single process; a dry
+        # run describes any number of devices from one process and needs neither.
         if not self.dry_run:
             _refuse_not_yet(self)
             if self.sharding and paddle.distributed.get_world_size() == 1:
@@ -233,9 +286,14 @@ class PretrainArguments(TrainingArguments):
             if isinstance(value, float) and not math.isfinite(value):
                 raise SettingError(item.name, value, "expected a finite number")
         for name in (
-            "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-            "logging_steps", "save_steps", "eval_steps", "eval_iters",
-        ):  # fmt: skip
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+            "save_steps",
+            "eval_steps",
+            "eval_iters",
+        ):
             _check_range(self, name, at_least=1, whole=True)
         for name in ("decay_steps", "save_total_limit"):
             if getattr(self, name) is not None:
@@ -251,7 +309,9 @@ class PretrainArguments(TrainingArguments):
         _check_range(self, "warmup_ratio", at_least=0, at_most=1)
         if self.min_learning_rate > self.learning_rate:
             raise SettingError(
-                "min_learning_rate", self.min_learning_rate, f"expected at most learning_rate, {self.learning_rate}"
+                "min_learning_rate",
+                self.min_learning_rate,
+                f"expected at most learning_rate, {self.learning_rate}",
             )
         if self.max_steps != -1:
             _check_range(self, "max_steps", at_least=1, whole=True)
@@ -283,9 +343,10 @@ class PretrainArguments(TrainingArguments):
             raise SettingError("device", self.device, "expected cpu or gpu")
         if self.device != "cpu" and gpu_count() == 0 and not self.dry_run:
             raise SettingError(
-                "device", self.device,
+                "device",
+                self.device,
                 "this machine has no GPU that Paddle can use; set --device cpu, or install paddlepaddle-gpu",
-            )  # fmt: skip
+            )
 
     def _resolve_precision(self):
         if self.fp16 and self.bf16:
@@ -294,7 +355,9 @@ class PretrainArguments(TrainingArguments):
             raise SettingError("fp16_opt_level", "O2", "O2 needs bf16 or fp16; turn one on, or set O1")
         if (self.fp16 or self.bf16) and self.device == "cpu":
             asked = "bf16" if self.bf16 else "fp16"
-            logger.warning(f"{asked} was asked for, the CPU has no kernels for it: training in float32 instead.")
+            logger.warning(
+                f"{asked} was asked for, the CPU has no kernels for it: training in float32 instead."
+            )
             self.bf16 = self.fp16 = self.amp_master_grad = False
             self.fp16_opt_level = "O1"
         if self.amp_master_grad and not (self.fp16 or self.bf16):
@@ -321,23 +384,33 @@ def parse_pretrain_arguments(argv: Optional[Sequence[str]] = None) -> Settings:
         argv: words of the command line without the program; None means `sys.argv[1:]`.
 
     Raises:
-        ValueError: an unreadable file, an unknown name, a wrong type, a value out of range, or settings that cannot
-            be honoured together. The message names the file or the command line, the setting and the fix.
+        ValueError: an unreadable file, an unknown name, a wrong type, a value out of range, or settings that
+            cannot be honoured together. The message names the file or the command line, the setting and the
+            fix.
     """
+    return parse_arguments(argv, ARGUMENT_CLASSES, "run_pretrain.py", _reconcile)
+
+
+def parse_arguments(
+    argv: Optional[Sequence[str]], classes: tuple, program: str, reconcile: Callable
+) -> tuple:
+    """Read `[file.json] [--flag value ...]` into one object of each of `classes`, checked together by `reconcile`;
+    see `parse_pretrain_arguments`."""
     words = list(sys.argv[1:] if argv is None else argv)
     path = words.pop(0) if words and not words[0].startswith("-") else None
-    parser = _Parser(ARGUMENT_CLASSES, prog="run_pretrain.py", usage="%(prog)s [settings.json] [--flag value ...]",
-                     allow_abbrev=False)  # fmt: skip
-    from_file = _read_settings_file(path) if path is not None else {}
-    from_flags = vars(parser.parse_strictly(words))
+    parser = _Parser(
+        classes, prog=program, usage="%(prog)s [settings.json] [--flag value ...]", allow_abbrev=False
+    )
+    from_file = _read_settings_file(path, classes) if path is not None else {}
+    from_flags = vars(parser.parse_strictly(words, _hints(classes)))
     values = {**from_file, **from_flags}
 
     try:
         built = [
             cls(**{item.name: values[item.name] for item in dataclasses.fields(cls) if item.name in values})
-            for cls in ARGUMENT_CLASSES
+            for cls in classes
         ]
-        return _reconcile(*built)
+        return reconcile(*built)
     except SettingError as error:
         if error.name not in values:
             raise ValueError(f"{error.name} is not set: {error.expected}") from None
@@ -348,13 +421,13 @@ def parse_pretrain_arguments(argv: Optional[Sequence[str]] = None) -> Settings:
 
 
 class _Parser(PdArgumentParser):
-    """PaddleNLP's parser, which makes a flag of every field, but strict: errors raise and name the nearest flag."""
+    """PaddleNLP's parser, which makes a flag of every field; here errors raise and name the nearest flag."""
 
     def error(self, message):
         raise ValueError(f"command line: {message}")
 
-    def parse_strictly(self, words: Sequence[str]):
-        """Namespace of only those settings that `words` gives."""
+    def parse_strictly(self, words: Sequence[str], known: Sequence[str]):
+        """Namespace of only those settings that `words` gives; the nearest `known` one stands in errors."""
         for action in self._actions:
             if action.dest != "help":
                 action.default, action.required = argparse.SUPPRESS, False
@@ -362,13 +435,15 @@ class _Parser(PdArgumentParser):
         for word in unknown:
             if word.startswith("-"):
                 name = word.split("=")[0].lstrip("-")
-                raise ValueError(f"command line: unknown flag {word!r}{_nearest(name, _hints(), '--')}")
+                raise ValueError(f"command line: unknown flag {word!r}{_nearest(name, known, '--')}")
         if unknown:
-            raise ValueError(f"command line: {unknown[0]!r} belongs to no flag; flags look like --max_steps 10")
+            raise ValueError(
+                f"command line: {unknown[0]!r} belongs to no flag; flags look like --max_steps 10"
+            )
         return namespace
 
 
-def _read_settings_file(path: str) -> Dict[str, Any]:
+def _read_settings_file(path: str, classes: tuple) -> Dict[str, Any]:
     """Settings of a JSON object, types checked; see `parse_pretrain_arguments` for the errors."""
 
     def pairs(items):
@@ -388,19 +463,20 @@ def _read_settings_file(path: str) -> Dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read as a settings file: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+        raise ValueError(
+            f"{path}: line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except RecursionError:
         raise ValueError(f"{path}: nested too deeply; expected one object of settings") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: expected a JSON object of settings, found a {type(settings).__name__}")
-    return {key: _typed(path, key, value) for key, value in settings.items()}
+    return {key: _typed(path, key, value, _hints(classes)) for key, value in settings.items()}
 
 
-def _typed(path: str, key: str, value: Any) -> Any:
+def _typed(path: str, key: str, value: Any, hints: Dict[str, Any]) -> Any:
     """`value` of the JSON key as its field wants it."""
-    hints = _hints()
     if key not in hints:
         raise ValueError(f"{path}: unknown setting {key!r}{_nearest(key, hints)}")
     try:
@@ -411,7 +487,7 @@ def _typed(path: str, key: str, value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any) -> Any:
-    """`value` as `hint`, or TypeError. 0 and 1 are booleans as well; an integer is a float as well; no other casts."""
+    """`value` as `hint`, or TypeError. 0 and 1 are booleans, an integer is a float; no other casts."""
     if get_origin(hint) is Union:
         inner = next(part for part in get_args(hint) if part is not type(None))
         return None if value is None else _convert(value, inner)
@@ -437,10 +513,10 @@ def _type_name(hint: Any) -> str:
 
 
 @functools.lru_cache(maxsize=None)
-def _hints() -> Dict[str, Any]:
+def _hints(classes: tuple = ARGUMENT_CLASSES) -> Dict[str, Any]:
     """Name -> type of every setting; one whose default is None may be null whatever its annotation says."""
     hints = {}
-    for cls in ARGUMENT_CLASSES:
+    for cls in classes:
         types = get_type_hints(cls)
         for item in dataclasses.fields(cls):
             optional = item.default is None
@@ -449,7 +525,7 @@ def _hints() -> Dict[str, Any]:
 
 
 def _nearest(word: str, known: Sequence[str], prefix: str = "") -> str:
-    """"; did you mean ...?" for the known name nearest to `word`, or an empty string where none is near."""
+    """ "; did you mean ...?" for the known name nearest to `word`, or an empty string where none is near."""
     near = difflib.get_close_matches(str(word).lstrip("-"), list(known), n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""
 
@@ -467,15 +543,17 @@ def _check_choices(arguments: Any) -> None:
 
 
 def _check_range(arguments, name, above=None, at_least=None, below=None, at_most=None, whole=False) -> None:
-    """SettingError unless the setting lies in the range; whole numbers also stay below 2^31, as Paddle counts."""
+    """SettingError unless the setting lies in the range; whole numbers also stay below 2^31."""
     value = getattr(arguments, name)
     if whole and at_most is None:
         at_most = LARGEST_COUNT
     kind = "a whole number" if whole else "a finite number"
     bounds = {
-        "above": (above, lambda bound: value > bound), "at least": (at_least, lambda bound: value >= bound),
-        "below": (below, lambda bound: value < bound), "at most": (at_most, lambda bound: value <= bound),
-    }  # fmt: skip
+        "above": (above, lambda bound: value > bound),
+        "at least": (at_least, lambda bound: value >= bound),
+        "below": (below, lambda bound: value < bound),
+        "at most": (at_most, lambda bound: value <= bound),
+    }
     bounds = {words: (bound, holds) for words, (bound, holds) in bounds.items() if bound is not None}
     number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not all(holds(bound) for bound, holds in bounds.values()):
@@ -491,10 +569,14 @@ def _reconcile(model: ModelArguments, data: DataArguments, training: PretrainArg
     changes = {}
     if training.device == "cpu":
         if model.use_flash_attention:
-            logger.warning("use_flash_attention needs a GPU: using plain attention, which gives the same values.")
+            logger.warning(
+                "use_flash_attention needs a GPU: using plain attention, which gives the same values."
+            )
             changes["use_flash_attention"] = False
         if model.fuse_linear:
-            logger.warning("fuse_linear has no CPU kernel: using plain linear layers, which give the same values.")
+            logger.warning(
+                "fuse_linear has no CPU kernel: using plain linear layers, which give the same values."
+            )
             changes["fuse_linear"] = False
     if model.use_recompute_attn and training.recompute:
         logger.warning("use_recompute_attn is on: it replaces recompute, which is turned off.")
@@ -510,11 +592,15 @@ def _refuse_not_yet(arguments: Any) -> None:
 
 def _check_task(data: DataArguments, training: PretrainArguments) -> None:
     if not (training.do_train or training.do_eval or training.do_predict):
-        raise SettingError("do_train", False, "nothing to do; set --do_train, --do_eval, --do_predict or --dry_run")
+        raise SettingError(
+            "do_train", False, "nothing to do; set --do_train, --do_eval, --do_predict or --dry_run"
+        )
     if not training.output_dir:
         raise SettingError("output_dir", training.output_dir, "expected the folder to write to")
     if data.input_dir is None:
-        raise SettingError("input_dir", None, "expected the token files to read: a prefix or a folder of them")
+        raise SettingError(
+            "input_dir", None, "expected the token files to read: a prefix or a folder of them"
+        )
     if training.do_train and training.max_steps == -1:
         raise SettingError("max_steps", -1, "expected the number of optimizer steps to train")
 

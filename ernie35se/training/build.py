@@ -49,12 +49,16 @@ def load_tokenizer(arguments: ModelArguments) -> Optional[Ernie35Tokenizer]:
     if folder is None and os.path.isfile(os.path.join(arguments.model_name_or_path, MODEL_FILE)):
         folder = arguments.model_name_or_path
     if folder is None:
-        logger.warning("No tokenizer is named (--tokenizer_name_or_path): output_dir gets none, no text is shown.")
+        logger.warning(
+            "No tokenizer is named (--tokenizer_name_or_path): output_dir gets none, no text is shown."
+        )
         return None
     return Ernie35Tokenizer.from_pretrained(folder)
 
 
-def load_config(settings: Settings, tokenizer: Optional[Ernie35Tokenizer], weights: Optional[str]) -> Ernie35Config:
+def load_config(
+    settings: Settings, tokenizer: Optional[Ernie35Tokenizer], weights: Optional[str]
+) -> Ernie35Config:
     """The model's config with the run's settings in it; what is changed to fit them is said.
 
     Args:
@@ -65,7 +69,11 @@ def load_config(settings: Settings, tokenizer: Optional[Ernie35Tokenizer], weigh
     """
     arguments, training = settings.model, settings.training
     name = weights or arguments.model_name_or_path
-    config = Ernie35Config.from_dict(_read_object(name)) if os.path.isfile(name) else Ernie35Config.from_pretrained(name)
+    config = (
+        Ernie35Config.from_dict(_read_object(name))
+        if os.path.isfile(name)
+        else Ernie35Config.from_pretrained(name)
+    )
     changes = {
         "use_flash_attention": arguments.use_flash_attention,
         "fuse_ln": arguments.use_fused_ln,
@@ -88,15 +96,17 @@ def _read_object(path: str) -> dict:
     except ValueError as error:
         raise ValueError(f"model_name_or_path = {path!r}: not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"model_name_or_path = {path!r}: expected a JSON object, found a {type(content).__name__}")
+        raise ValueError(
+            f"model_name_or_path = {path!r}: expected a JSON object, found a {type(content).__name__}"
+        )
     return content
 
 
 def weights_folder(settings: Settings) -> Optional[str]:
     """Folder whose weights the run starts from or measures; None where it starts from scratch.
 
-    `--continue_training 1` starts from model_name_or_path. Without training, the first of these that holds weights is
-    measured: resume_from_checkpoint, model_name_or_path, output_dir, its last checkpoint.
+    `--continue_training 1` starts from model_name_or_path. Without training, the first of these that holds
+    weights is measured: resume_from_checkpoint, model_name_or_path, output_dir, its last checkpoint.
 
     Raises:
         ValueError: `--continue_training 1`, and there are no weights.
@@ -111,26 +121,31 @@ def weights_folder(settings: Settings) -> Optional[str]:
     for folder in (training.resume_from_checkpoint, name, training.output_dir, last):
         if folder and has_weights(str(folder)):
             return str(folder)
-    logger.warning(f"Neither {name} nor {training.output_dir} holds weights: a model that was never trained is measured.")
+    logger.warning(
+        f"Neither {name} nor {training.output_dir} holds weights: a model that was never trained is measured."
+    )
     return None
 
 
 def _check_weights_exist(name: str) -> None:
     if name in BUILT_IN_CONFIGS:
         raise ValueError(
-            f"model_name_or_path = {name!r}: no weights of it were ever released, so there are none to continue from; "
-            "train from scratch with --continue_training 0, or name a folder with weights"
+            f"model_name_or_path = {name!r}: no weights of it were ever released, so none can be continued "
+            "from; train from scratch with --continue_training 0, or name a folder with weights"
         )
     if not has_weights(name):
         raise ValueError(
-            f"model_name_or_path = {name!r}: holds no weights ({', '.join(WEIGHT_FILES)}), which --continue_training 1 "
-            "starts from; name a folder with weights, or train from scratch with --continue_training 0"
+            f"model_name_or_path = {name!r}: holds no weights ({', '.join(WEIGHT_FILES)}), which "
+            "--continue_training 1 starts from; name a folder with weights, or train from scratch with "
+            "--continue_training 0"
         )
 
 
 def has_weights(folder: str) -> bool:
     """Whether the folder holds a model's weights."""
-    return os.path.isdir(folder) and any(fnmatch.filter(os.listdir(folder), pattern) for pattern in WEIGHT_FILES)
+    return os.path.isdir(folder) and any(
+        fnmatch.filter(os.listdir(folder), pattern) for pattern in WEIGHT_FILES
+    )
 
 
 def _vocabulary(config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], from_scratch: bool) -> int:
@@ -139,23 +154,26 @@ def _vocabulary(config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], fr
     if not from_scratch:
         if pieces > config.vocab_size:
             raise ValueError(
-                f"the tokenizer has {pieces} tokens, the weights have rows for {config.vocab_size} (vocab_size); "
-                "take the tokenizer that belongs to the weights, or train from scratch with --continue_training 0"
+                f"the tokenizer has {pieces} tokens, the weights have rows for {config.vocab_size} "
+                "(vocab_size); take the tokenizer that belongs to the weights, or train from scratch with "
+                "--continue_training 0"
             )
         return config.vocab_size
     wanted = max(config.vocab_size, pieces)
     rounded = -(-wanted // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if rounded != config.vocab_size:
         logger.info(
-            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {VOCABULARY_MULTIPLE} that holds the config's "
-            f"vocabulary and the tokenizer's {pieces} tokens."
+            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {VOCABULARY_MULTIPLE} that holds "
+            f"the config's vocabulary and the tokenizer's {pieces} tokens."
         )
     return rounded
 
 
 def _positions(config: Ernie35Config, seq_length: int) -> int:
     if seq_length > config.max_position_embeddings:
-        logger.info(f"max_position_embeddings {config.max_position_embeddings} -> {seq_length} (max_seq_length).")
+        logger.info(
+            f"max_position_embeddings {config.max_position_embeddings} -> {seq_length} (max_seq_length)."
+        )
     return max(seq_length, config.max_position_embeddings)
 
 
@@ -166,8 +184,8 @@ def build_datasets(settings: Settings, vocab_size: int, planned_ranks: Optional[
     """[train, valid, test], None where a split is empty; as many samples as the run will read.
 
     Args:
-        planned_ranks: groups of devices that will read samples of their own, where this process only looks (a dry
-            run); None: those of this run, of which one a node builds the index maps.
+        planned_ranks: groups of devices that will read samples of their own, where this process only looks (a
+            dry run); None: those of this run, of which one a node builds the index maps.
 
     Raises:
         ValueError: what is wrong with the files, or that a split the run needs is empty.
@@ -186,14 +204,14 @@ def build_datasets(settings: Settings, vocab_size: int, planned_ranks: Optional[
         if needed and datasets[position] is None:
             flag = {"train": "do_train", "valid": "do_eval", "test": "do_predict"}[name]
             raise ValueError(
-                f"split = {data.split!r}: the {name} split holds no documents, but --{flag} is on; give it a larger "
-                "share, add documents, or turn the flag off"
+                f"split = {data.split!r}: the {name} split holds no documents, but --{flag} is on; give it "
+                "a larger share, add documents, or turn the flag off"
             )
     return datasets
 
 
 def num_samples(training: PretrainArguments, data_ranks: int) -> List[int]:
-    """Samples that a run reads of the train, valid and test split (PaddleNLP's pretraining scripts count the same)."""
+    """Samples that a run reads of each split, counted as in PaddleNLP's pretraining scripts."""
     steps = max(training.max_steps, 0)
     train = training.per_device_train_batch_size * training.gradient_accumulation_steps * steps
     one_evaluation = training.per_device_eval_batch_size * training.eval_iters
@@ -203,8 +221,10 @@ def num_samples(training: PretrainArguments, data_ranks: int) -> List[int]:
     return [count * data_ranks if wanted else 0 for count, wanted in zip((train, valid, test), asked)]
 
 
-def first_sample(settings: Settings, config: Ernie35Config, plan: Plan, tokenizer: Optional[Ernie35Tokenizer]) -> str:
-    """The first training sample as text, or why there is none. Index maps made for it are those that the run uses.
+def first_sample(
+    settings: Settings, config: Ernie35Config, plan: Plan, tokenizer: Optional[Ernie35Tokenizer]
+) -> str:
+    """The first training sample as text, or why there is none. The run uses the index maps made for it.
 
     Raises:
         ValueError: there are data, and something is wrong with them.
@@ -218,7 +238,9 @@ def first_sample(settings: Settings, config: Ernie35Config, plan: Plan, tokenize
         return f"First sample: none: {error}"
     training = dataclasses.replace(training, do_train=True, max_steps=max(training.max_steps, 1))
     asked = dataclasses.replace(settings, training=training)
-    datasets = build_datasets(asked, config.vocab_size, planned_ranks=plan.data_parallel * plan.sharding_degree)
+    datasets = build_datasets(
+        asked, config.vocab_size, planned_ranks=plan.data_parallel * plan.sharding_degree
+    )
     ids = datasets[0][0]["text"]
     text = f"ids {ids[:16].tolist()} ..." if tokenizer is None else repr(tokenizer.decode(ids.tolist()))
     return f"First sample ({len(ids)} tokens): {text}"
@@ -233,7 +255,9 @@ def set_device(training: PretrainArguments) -> None:
         paddle.set_device(training.device)
 
 
-def build_model(training: PretrainArguments, config: Ernie35Config, weights: Optional[str]) -> Ernie35ForCausalLM:
+def build_model(
+    training: PretrainArguments, config: Ernie35Config, weights: Optional[str]
+) -> Ernie35ForCausalLM:
     """The model, new or with the weights of a folder; O2 makes them half precision."""
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
@@ -252,14 +276,17 @@ def check_output_dir(training: PretrainArguments) -> None:
     """Refuse to train over files that no checkpoint explains.
 
     Raises:
-        ValueError: output_dir cannot be written, or holds files but no checkpoint, and nothing says what to do.
+        ValueError: output_dir cannot be written, or holds files but no checkpoint, and nothing says what to
+            do.
     """
     folder = Path(training.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         names = sorted(os.listdir(folder))
     except OSError as error:
-        raise ValueError(f"output_dir = {training.output_dir!r}: cannot be written: {error.strerror}") from None
+        raise ValueError(
+            f"output_dir = {training.output_dir!r}: cannot be written: {error.strerror}"
+        ) from None
     if not os.access(folder, os.W_OK):
         raise ValueError(f"output_dir = {training.output_dir!r}: cannot be written: no permission")
     if not training.do_train or training.overwrite_output_dir or training.resume_from_checkpoint:
@@ -267,8 +294,8 @@ def check_output_dir(training: PretrainArguments) -> None:
     foreign = [name for name in names if not any(fnmatch.fnmatch(name, known) for known in LEFT_BY_A_START)]
     if foreign and not any(name.startswith("checkpoint-") for name in foreign):
         raise ValueError(
-            f"output_dir = {training.output_dir!r}: holds {', '.join(foreign[:5])} but no checkpoint to resume from; "
-            "choose another folder, or set --overwrite_output_dir to train from scratch over it"
+            f"output_dir = {training.output_dir!r}: holds {', '.join(foreign[:5])} but no checkpoint to "
+            "resume from; choose another folder, or set --overwrite_output_dir to train from scratch over it"
         )
 
 
@@ -285,7 +312,7 @@ def check_checkpoint(training: PretrainArguments) -> None:
 
 
 def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
-    """How the run uses devices, for the estimate. Without a launcher, as many devices as the degrees ask for."""
+    """How the run uses devices, for the estimate. Without a launcher: as many as the degrees ask for."""
     data, training = settings.data, settings.training
     tensor, pipeline = max(training.tensor_parallel_degree, 1), max(training.pipeline_parallel_degree, 1)
     world = paddle.distributed.get_world_size()

@@ -1,29 +1,31 @@
-"""What a training run will need, before anything is built: parameters, memory per device, tokens and FLOPs per step.
+"""What a training run will need: parameters, memory per device, tokens and FLOPs per step.
 
-Everything is counted from the fields of a config and plain numbers; no model and no framework is imported. Symbols:
-B samples and T tokens of a micro-batch, N = B T, C hidden size, K width of all key heads, H heads, D head size, F FFN
-width, V vocabulary, L layers, P parameters.
+Everything is counted from the fields of a config and plain numbers; no model, no framework is imported.
+Symbols: B samples and T tokens of a micro-batch, N = B T, C hidden size, K width of all key heads, H heads, D
+head size, F FFN width, V vocabulary, L layers, P parameters.
 
-Two families of decoders are known. *Parallel*: ours, with blocks named as in modeling.py. *Serial*: attention, then a
-gated FFN, each behind an RMSNorm, as Llama and Qwen2 are in PaddleNLP.
+Two families of decoders are known. *Parallel*: ours, with blocks named as in modeling.py. *Serial*:
+attention, then a gated FFN, each behind an RMSNorm, as Llama and Qwen2 are in PaddleNLP.
 
-**Activations.** The floats that Paddle's autograd keeps between forward and backward, per token, from the operators:
+**Activations.** The floats that Paddle's autograd keeps between forward and backward, per token, from the
+operators:
 
-| block  | beside each tensor parallel rank | divided by the tensor parallel degree                            | scores |
-|--------|----------------------------------|------------------------------------------------------------------|--------|
-| fused  | 2C + 2: input, normed input,     | 6C + 4F: q and k for the rotation (2C), q, k, v (3C), o_proj's   | H T    |
-|        | LayerNorm's mean and variance    | input (C + F), gate, silu(gate), up (3F)                         |        |
-| head   | 2C + 2                           | 6C                                                               | H T    |
-| tail   | 2C + 2                           | 4F: gate, silu(gate), up, product                                |        |
-| serial | 6C + 2D + 2: two RMSNorms of 3C, | 6C + 2K + 3F: q, k and their rotations (2C + 2K), q, k, v at H   | H T    |
-|        | cos and sin                      | heads (3C), o_proj's input (C), gate, up, product (3F)           |        |
-| final  | 2C + 2 (serial: 3C + 3)          | V: softmax of the logits, float32                                |        |
+| block  | on every tensor parallel rank | divided by the tensor parallel degree                 | scores |
+|--------|-------------------------------|-------------------------------------------------------|--------|
+| fused  | 2C + 2: input, normed input,  | 6C + 4F: q and k before rotation (2C), q, k, v (3C),  | H T    |
+|        | LayerNorm's mean and variance | o_proj's input (C + F), gate, silu(gate), up (3F)     |        |
+| head   | 2C + 2                        | 6C                                                    | H T    |
+| tail   | 2C + 2                        | 4F: gate, silu(gate), up, product                     |        |
+| serial | 6C + 2D + 2: two RMSNorms of  | 6C + 2K + 3F: q, k and their rotations (2C + 2K),     | H T    |
+|        | 3C, cosines and sines         | q, k, v at H heads (3C), o_proj's input (C), gate,    |        |
+|        |                               | up, product (3F)                                      |        |
+| final  | 2C + 2 (serial: 3C + 3)       | V: softmax of the logits, float32                     |        |
 
 **Working space.** What exists at the worst moment beyond that: see `_working_space`.
 
-In float32 on CPU these counts equal what Paddle allocates to within a few floats (tests/training/test_estimate.py
-measures them). Half precision follows from the same counts with 2 bytes an element; allocator fragmentation,
-communication buffers and the CUDA context come on top.
+In float32 on CPU these counts equal what Paddle allocates to within a few floats
+(tests/training/test_estimate.py measures them). Half precision follows from the same counts with 2 bytes an
+element; allocator fragmentation, communication buffers and the CUDA context come on top.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ def describe(config: Any) -> Decoder:
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [name for name in needed if not isinstance(getattr(config, name, None), int)]
     if missing:
-        raise ValueError(f"{type(config).__name__} has no {missing[0]}; memory is estimated for decoders that have it")
+        raise ValueError(
+            f"{type(config).__name__} has no {missing[0]}; memory is estimated for decoders that have it"
+        )
     parallel = hasattr(config, "parallel_attn_hatf")
     return _parallel_decoder(config) if parallel else _serial_decoder(config)
 
@@ -188,20 +192,27 @@ def parameters_by_part(config: Any) -> Dict[str, int]:
 
 
 FLOPS_SOURCE = (
-    "3 x (2 x matrix weights + 4 T C per attention layer) per token: Kaplan et al. 2020, section 2.1, with the "
-    "attention term of Chowdhery et al. 2022, appendix B; recomputation as in Korthikanti et al. 2022"
+    "3 x (2 x matrix weights + 4 T C per attention layer) per token: Kaplan et al. 2020, section 2.1, with "
+    "the attention term of Chowdhery et al. 2022, appendix B; recomputation as in Korthikanti et al. 2022"
 )
 
 
 def flops_per_step(config: Any, plan: Plan) -> int:
     """Floating point operations of one optimizer step over all devices, forward and backward.
 
-    A multiply and an add are two. Per token a matrix costs 2 per weight, attention 4 T C a layer (scores and weighted
-    sum, the masked half included); the backward pass costs twice the forward. Recomputation adds the forward it repeats.
+    A multiply and an add are two. Per token a matrix costs 2 per weight, attention 4 T C a layer (scores and
+    weighted sum, the masked half included); the backward pass costs twice the forward. Recomputation adds the
+    forward it repeats.
     """
     decoder = describe(config)
     matrices = sum(block.matrices for block in decoder.blocks)
-    attention = 4 * plan.seq_length * decoder.heads * decoder.head_size * sum(block.attends for block in decoder.blocks)
+    attention = (
+        4
+        * plan.seq_length
+        * decoder.heads
+        * decoder.head_size
+        * sum(block.attends for block in decoder.blocks)
+    )
     forward = 2 * (matrices + decoder.embedding) + attention  # the LM head has the embedding's shape
     again = {"none": 0, "full": 2 * matrices + attention, "core_attn": attention}[plan.recompute]
     return plan.tokens_per_step * (3 * forward + again)
@@ -251,7 +262,11 @@ def _stage_rows(decoder: Decoder, plan: Plan, stage: int) -> List[Row]:
         Row("optimizer", optimizer, masters + _divided(plan, 1)),
         Row("buffers", decoder.buffers * FLOAT32, "tables of cosines and sines in the layers"),
         Row("activations", activations, f"kept for the backward pass, recompute: {plan.recompute}"),
-        Row("working space", _working_space(decoder, plan, blocks, last), "the worst moment beyond what is kept"),
+        Row(
+            "working space",
+            _working_space(decoder, plan, blocks, last),
+            "the worst moment beyond what is kept",
+        ),
     ]
 
 
@@ -265,7 +280,9 @@ def _blocks_of_stage(decoder: Decoder, plan: Plan, stage: int) -> Tuple[Block, .
     return decoder.blocks[stage * size : (stage + 1) * size]
 
 
-def _parameters_of_rank(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], first: bool, last: bool) -> int:
+def _parameters_of_rank(
+    decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], first: bool, last: bool
+) -> int:
     """Parameters on one tensor parallel rank of one pipeline stage; norms are not divided."""
     divided = sum(block.matrices + block.biases for block in blocks)
     divided += decoder.embedding if first or (last and decoder.tied) else 0
@@ -283,7 +300,7 @@ class _Sizes:
         self.tokens = plan.micro_batch * plan.seq_length
         self.element = HALF if half else FLOAT32
         scores = self.tokens * plan.seq_length * decoder.heads // plan.tensor_parallel
-        # Softmax runs in float32; in half precision its result is kept a second time, as the next product's input.
+        # Softmax runs in float32; in half precision its result is kept a second time, for the next product.
         self.kept_scores = scores * (FLOAT32 + HALF if half else FLOAT32)
         self.passing_scores = scores * FLOAT32
         if plan.flash_attention:  # one float32 per row and head in place of the scores
@@ -294,7 +311,12 @@ class _Sizes:
 
     def whole(self, floats: int) -> int:
         """Bytes of `floats` per token that sequence parallelism alone divides."""
-        return self.tokens * floats * self.element // (self.plan.tensor_parallel if self.plan.sequence_parallel else 1)
+        return (
+            self.tokens
+            * floats
+            * self.element
+            // (self.plan.tensor_parallel if self.plan.sequence_parallel else 1)
+        )
 
     def split(self, floats: int) -> int:
         """Bytes of `floats` per token that tensor parallelism divides."""
@@ -303,7 +325,9 @@ class _Sizes:
     def kept_by(self, block: Block) -> int:
         """Activations that the block keeps without recomputing whole blocks."""
         keeps_scores = block.attends and self.plan.recompute != "core_attn"
-        return self.whole(block.kept) + self.split(block.kept_split) + (self.kept_scores if keeps_scores else 0)
+        return (
+            self.whole(block.kept) + self.split(block.kept_split) + (self.kept_scores if keeps_scores else 0)
+        )
 
     def space_in(self, block: Block) -> int:
         """Working space inside the block's forward beyond what it keeps."""
@@ -334,8 +358,8 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
 
     - the loss: logits beside their softmax, in half precision also their float32 copy;
     - the LM head's backward: gradient of its weight (tied: a transposed copy as well) and of its input;
-    - the forward of the last block that attends: scores before, during and after the softmax; nothing of the blocks
-      after it is kept yet;
+    - the forward of the last block that attends: scores before, during and after the softmax; nothing of the
+      blocks after it is kept yet;
     - with full recomputation, that block again in the backward pass, with all that it keeps otherwise;
     - the backward of the last block: gradient of its widest matrix and of its FFN product.
     """
@@ -370,7 +394,7 @@ def report(config: Any, plan: Plan) -> str:
     lines += [
         f"Memory of the fullest of {plan.devices} device(s), {plan.precision}: {_gib(total_bytes(rows))}",
         *[f"  {row.part:<14} {_gib(row.bytes):>12}  {row.source}" for row in rows if row.bytes],
-        f"Tokens per step: {plan.tokens_per_step:,} ({plan.samples_per_step} samples of {plan.seq_length} tokens)",
+        f"Tokens per step: {plan.tokens_per_step:,} ({plan.samples_per_step} samples of {plan.seq_length})",
         f"FLOPs per step: {flops_per_step(config, plan):.3e}  ({FLOPS_SOURCE})",
     ]
     return "\n".join(lines)

@@ -12,7 +12,14 @@ from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Q
 from ernie35se.configuration import Ernie35Config
 from ernie35se.modeling import Ernie35ForCausalLM
 from ernie35se.training import estimate
-from ernie35se.training.estimate import Plan, describe, flops_per_step, memory_per_device, parameters_by_part, total_bytes
+from ernie35se.training.estimate import (
+    Plan,
+    describe,
+    flops_per_step,
+    memory_per_device,
+    parameters_by_part,
+    total_bytes,
+)
 
 TOLERANCE = 0.15  # promised; the measured error is below 0.05
 
@@ -22,7 +29,7 @@ def allocated():
 
 
 def measured_peak(model_class, config, batch, length, accumulation=1):
-    """Most bytes that Paddle had allocated in the second step of AdamW with clipping, over what it had before."""
+    """Most bytes that Paddle had allocated in the second step of AdamW with clipping, above those before."""
     gc.collect()
     before = allocated()
     model = model_class(config)
@@ -46,11 +53,18 @@ def measured_peak(model_class, config, batch, length, accumulation=1):
 
 
 def shape(hidden, ffn, layers, heads, vocab, **more):
-    return dict(hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
-                vocab_size=vocab, max_position_embeddings=1024, **more)  # fmt: skip
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        vocab_size=vocab,
+        max_position_embeddings=1024,
+        **more,
+    )
 
 
-# (config class, shape, micro-batch, length): dominated in turn by weights, activations, attention scores and logits
+# (config class, shape, micro-batch, length)
 CASES = {
     "weights": (Ernie35Config, shape(256, 704, 4, 4, 64), 1, 16),
     "activations": (Ernie35Config, shape(128, 352, 6, 4, 64), 4, 96),
@@ -58,15 +72,24 @@ CASES = {
     "logits": (Ernie35Config, shape(64, 160, 3, 2, 4000), 3, 75),
     "two layers": (Ernie35Config, shape(64, 128, 2, 8, 256), 2, 300),
     "untrimmed": (Ernie35Config, shape(128, 352, 3, 4, 128, parallel_attn_hatf=False), 2, 128),
-    "tied, no bias": (Ernie35Config, shape(96, 200, 3, 3, 999, tie_word_embeddings=True, use_bias=False), 2, 64),
+    "tied, no bias": (
+        Ernie35Config,
+        shape(96, 200, 3, 3, 999, tie_word_embeddings=True, use_bias=False),
+        2,
+        64,
+    ),
     "full recompute": (Ernie35Config, shape(128, 352, 6, 4, 64, use_recompute=True), 4, 96),
     "recomputed scores": (Ernie35Config, shape(64, 128, 4, 8, 64, use_recompute_attn=True), 1, 400),
     "Llama": (LlamaConfig, shape(128, 352, 4, 4, 512, num_key_value_heads=4), 2, 128),
     "Llama, long": (LlamaConfig, shape(64, 160, 3, 4, 512, num_key_value_heads=2), 1, 512),
     "Qwen2": (Qwen2Config, shape(128, 352, 4, 4, 512, num_key_value_heads=2), 2, 128),
     "Qwen2, long": (Qwen2Config, shape(64, 160, 3, 8, 64, num_key_value_heads=2), 1, 512),
-    "Qwen2, tied, wide vocabulary": (Qwen2Config, shape(64, 160, 2, 4, 6000, num_key_value_heads=4, tie_word_embeddings=True),
-                                     2, 64),
+    "Qwen2, tied, wide vocabulary": (
+        Qwen2Config,
+        shape(64, 160, 2, 4, 6000, num_key_value_heads=4, tie_word_embeddings=True),
+        2,
+        64,
+    ),
 }
 MODELS = {Ernie35Config: Ernie35ForCausalLM, LlamaConfig: LlamaForCausalLM, Qwen2Config: Qwen2ForCausalLM}
 
@@ -87,9 +110,16 @@ def test_accumulation_needs_no_more_memory():
     assert abs(total_bytes(memory_per_device(config, Plan(64, 2, accumulation=3))) / measured - 1) < TOLERANCE
 
 
-@pytest.mark.parametrize("more", [
-    {}, {"parallel_attn_hatf": False}, {"use_bias": False}, {"weight_share_add_bias": False}, {"tie_word_embeddings": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"parallel_attn_hatf": False},
+        {"use_bias": False},
+        {"weight_share_add_bias": False},
+        {"tie_word_embeddings": True},
+    ],
+)
 def test_parameters_of_each_part_are_exact(more):
     config = Ernie35Config(**shape(48, 100, 4, 4, 77, **more))
     counts = {}
@@ -120,10 +150,13 @@ def test_parameters_of_other_decoders_are_exact(config_class, tied):
 
 
 def test_flops_of_a_model_small_enough_to_count_by_hand():
-    # C 4, F 6, L 3, H 2, V 10; 5 tokens. Weights: head block 4*4*4, fused 4*(12+12) + (6+4)*4, tail 3*4*6, LM head 4*10
+    # C 4, F 6, L 3, H 2, V 10; 5 tokens. Weights: head block 4*4*4, fused 4*(12+12) + (6+4)*4, tail 3*4*6,
+    # LM head 4*10
     config = Ernie35Config(**{**shape(4, 6, 3, 2, 10), "max_position_embeddings": 8})
     weights = 64 + 96 + 40 + 72 + 40
-    attention = 2 * (2 * 5 * 4 + 2 * 5 * 4)  # two layers: scores and weighted sum, 5 columns of 4 channels each
+    attention = 2 * (
+        2 * 5 * 4 + 2 * 5 * 4
+    )  # two layers: scores and weighted sum, 5 columns of 4 channels each
     assert flops_per_step(config, Plan(5)) == 5 * 3 * (2 * weights + attention)
     full = flops_per_step(config, Plan(5, recompute="full"))
     assert full == 5 * (3 * (2 * weights + attention) + 2 * (weights - 40) + attention)
@@ -143,8 +176,12 @@ HALF_MASTER = dict(precision="bfloat16", master_weights=True, flash_attention=Tr
 
 def test_sharding_divides_what_its_stage_says():
     parameters = sum(parameters_by_part(big()).values())
-    for stage, divided in ((0, ()), (1, ("optimizer",)), (2, ("optimizer", "gradients")),
-                           (3, ("optimizer", "gradients", "weights"))):  # fmt: skip
+    for stage, divided in (
+        (0, ()),
+        (1, ("optimizer",)),
+        (2, ("optimizer", "gradients")),
+        (3, ("optimizer", "gradients", "weights")),
+    ):
         got = rows(sharding_stage=stage, sharding_degree=8, **HALF_MASTER)
         whole = {"weights": 2 * parameters, "gradients": 2 * parameters, "optimizer": 12 * parameters}
         assert {part: got[part] for part in whole} == {
