@@ -55,7 +55,12 @@ def test_every_promised_flag_is_accepted_and_arrives():
     given = dict(zip(PROMISED[::2], PROMISED[1::2]))
     for flag, text in given.items():
         value = next(getattr(group, flag[2:]) for group in groups if hasattr(group, flag[2:]))
-        if flag in ("--sharding", "--sharding_parallel_degree", "--tensor_parallel_degree", "--pipeline_parallel_degree"):
+        if flag in (
+            "--sharding",
+            "--sharding_parallel_degree",
+            "--tensor_parallel_degree",
+            "--pipeline_parallel_degree",
+        ):
             continue  # PaddleNLP clears these in a single process
         value = value[0] if isinstance(value, list) else getattr(value, "value", value)
         same = type(value)(float(text)) if isinstance(value, (bool, int, float)) else text
@@ -66,7 +71,9 @@ def test_the_same_settings_from_a_file_and_from_flags(tmp_path):
     content = {"do_train": True, "input_dir": "tokens", "output_dir": "out", "max_steps": 40, "learning_rate": 1,
                "recompute": 1, "report_to": "none"}  # fmt: skip
     from_file = parse_pretrain_arguments([write(tmp_path, content)])
-    from_flags = parse_pretrain_arguments([*TASK, "--learning_rate", "1", "--recompute", "--report_to", "none"])
+    from_flags = parse_pretrain_arguments(
+        [*TASK, "--learning_rate", "1", "--recompute", "--report_to", "none"]
+    )
     for one, other in zip(from_file, from_flags):
         first, second = dataclasses.asdict(one), dataclasses.asdict(other)
         first.pop("logging_dir", None), second.pop("logging_dir", None)  # holds the time of day
@@ -74,7 +81,9 @@ def test_the_same_settings_from_a_file_and_from_flags(tmp_path):
 
 
 def test_flags_override_the_file(tmp_path):
-    path = write(tmp_path, {"do_train": True, "input_dir": "i", "output_dir": "o", "max_steps": 40, "seed": 7})
+    path = write(
+        tmp_path, {"do_train": True, "input_dir": "i", "output_dir": "o", "max_steps": 40, "seed": 7}
+    )
     _, data, training = parse_pretrain_arguments([path, "--max_steps", "10", "--input_dir", "other"])
     assert (training.max_steps, training.seed, data.input_dir) == (10, 7, "other")
     assert training.decay_steps == 10
@@ -85,7 +94,10 @@ def test_defaults_that_are_promised():
     assert (training.decay_steps, training.min_learning_rate, training.eval_iters) == (40, 1e-5, 10)
     assert training.warmup_steps == 0
     assert parse_pretrain_arguments([*TASK, "--warmup_ratio", "0.25"])[2].warmup_steps == 10
-    assert parse_pretrain_arguments([*TASK, "--warmup_ratio", "0.25", "--warmup_steps", "3"])[2].warmup_steps == 3
+    assert (
+        parse_pretrain_arguments([*TASK, "--warmup_ratio", "0.25", "--warmup_steps", "3"])[2].warmup_steps
+        == 3
+    )
     for steps in ("40", "90"):  # as long as the run, and longer
         assert parse_pretrain_arguments([*TASK, "--warmup_steps", steps])[2].warmup_steps == int(steps)
 
@@ -187,12 +199,16 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_half_precision_on_cpu_falls_back_with_one_warning(said):
     _, _, training = parse_pretrain_arguments([*TASK, "--device", "cpu", "--bf16", "--fp16_opt_level", "O2",
                                                "--amp_master_grad"])  # fmt: skip
-    assert not (training.bf16 or training.fp16 or training.amp_master_grad) and training.fp16_opt_level == "O1"
+    assert (
+        not (training.bf16 or training.fp16 or training.amp_master_grad) and training.fp16_opt_level == "O1"
+    )
     assert len(said) == 1 and "float32" in said[0]
 
 
 def test_what_a_cpu_lacks_falls_back_with_one_warning_each(said):
-    model, _, _ = parse_pretrain_arguments([*TASK, "--device", "cpu", "--use_flash_attention", "--fuse_linear"])
+    model, _, _ = parse_pretrain_arguments(
+        [*TASK, "--device", "cpu", "--use_flash_attention", "--fuse_linear"]
+    )
     assert not model.use_flash_attention and not model.fuse_linear
     assert [text.split()[0] for text in said] == ["use_flash_attention", "fuse_linear"]
 
@@ -212,7 +228,11 @@ def test_a_dry_run_takes_what_a_run_cannot_do_yet():
     model, _, training = parse_pretrain_arguments(
         ["--dry_run", "--tensor_parallel_degree", "4", "--pipeline_parallel_degree", "2", "--virtual_pp_degree", "2",
          "--sequence_parallel", "--use_fused_ln", "--sharding", "stage1", "--device", "gpu", "--bf16"])  # fmt: skip
-    assert (training.tensor_parallel_degree, training.pipeline_parallel_degree, model.virtual_pp_degree) == (4, 2, 2)
+    assert (training.tensor_parallel_degree, training.pipeline_parallel_degree, model.virtual_pp_degree) == (
+        4,
+        2,
+        2,
+    )
     assert (training.sharding, training.bf16, model.use_fused_ln) == ("stage1", True, True)
 
 
