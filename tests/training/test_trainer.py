@@ -99,7 +99,7 @@ def cosine(step, peak, lowest, warmup, decay):
 CASES = {
     # 13 samples for 8 steps x 3 x 2: the data wrap around in the middle of a batch
     "accumulation": dict(
-        steps=8, accumulation=3, samples=13, length=11, clip=0.8, config=dict(), length_at=lambda step, full: full
+        steps=8, accumulation=3, samples=13, length=11, clip=0.8, config={}, length_at=lambda step, full: full
     ),
     "sequence warm-up": dict(
         steps=6, accumulation=1, samples=20, length=517, clip=0.2,
@@ -548,6 +548,7 @@ random._training_inputs({"input_ids": paddle.zeros([1, 16], "int64")})
 rank = paddle.distributed.get_rank()
 with open(f"{sys.argv[1]}/rank-{rank}.json", "w") as file:
     json.dump([first.losses, second.losses, evaluation, random._positions[2].tolist()], file)
+paddle.distributed.barrier()  # neither leaves while the other still needs it
 """
 
 
@@ -558,7 +559,7 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
 
     (tmp_path / "script.py").write_text(TWO_PROCESSES)
     status, logs = launch([tmp_path / "script.py", tmp_path], tmp_path / "log")
-    assert status == 0, logs[-6000:]
+    assert status == 0, "\n".join(line for line in logs.splitlines() if "DEBUG" not in line)[-6000:]
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
     single = tiny_trainer(
