@@ -54,7 +54,7 @@ def prepare(arguments):
         return dry_run(settings)
     build.check_output_dir(training)
     build.check_checkpoint(training)
-    build.set_device(training)
+    build.prepare_device(settings)
     set_seed(training.seed)
     tokenizer = build.load_tokenizer(settings.model)
     weights = build.weights_folder(settings)

@@ -257,6 +257,13 @@ def trained_small(place):
     return folder
 
 
+@pytest.mark.skipif(importlib.util.find_spec("fused_ln") is not None, reason="the fused op is built here")
+def test_the_fused_op_is_asked_for_before_the_data_are_read(place, tmp_path, capsys):
+    argv = words(place, tmp_path / "out", do_train=1, use_fused_ln=1, input_dir=place / "no-such")
+    message = refusal(capsys, argv)
+    assert "fused" in message and "external_ops" in message
+
+
 def test_a_folder_of_other_files_is_not_trained_over(place, tmp_path, capsys):
     output = tmp_path / "out"
     output.mkdir()

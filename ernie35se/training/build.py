@@ -19,6 +19,7 @@ from paddlenlp.utils.log import logger
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
 from ..modeling import Ernie35ForCausalLM
+from ..norm import usable_op
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from .arguments import DataArguments, ModelArguments, PretrainArguments
 from .checkpoint import checkpoints, last_checkpoint, what_is_missing
@@ -249,10 +250,17 @@ def first_sample(
 # ---------------------------------------------------------------- model
 
 
-def set_device(training: PretrainArguments) -> None:
-    """Compute on the device that the settings name; a launched process has its own GPU already."""
-    if paddle.distributed.get_world_size() == 1 or training.device == "cpu":
-        paddle.set_device(training.device)
+def prepare_device(settings: Settings) -> None:
+    """Compute on the device that the settings name; a launched process has its own GPU already.
+
+    Raises:
+        ValueError: the fused LayerNorm is asked for, and it is not built or does not run there.
+    """
+    device = settings.training.device
+    if paddle.distributed.get_world_size() == 1 or device == "cpu":
+        paddle.set_device(device)
+    if settings.model.use_fused_ln:
+        usable_op(paddle.get_device())
 
 
 def build_model(
