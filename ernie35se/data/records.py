@@ -74,14 +74,19 @@ def read_conversations(files, skipped: Counter | None = None) -> list[Conversati
     skipped = Counter() if skipped is None else skipped
     conversations = []
     for file in files:
-        conversations += _read_file(Path(file), skipped)
+        numbered = ((f"{file}:{line}", record) for line, record in _records(Path(file)))
+        conversations += parse_records(numbered, skipped)
     return conversations
 
 
-def _read_file(file: Path, skipped: Counter) -> Iterator[Conversation]:
+def parse_records(records, skipped: Counter) -> Iterator[Conversation]:
+    """Conversations of (place, record) pairs that all have the form of the first.
+
+    Raises:
+        ValueError: a record that is of no form, or of another.
+    """
     form = None
-    for line, record in _records(file):
-        place = f"{file}:{line}"
+    for place, record in records:
         if not isinstance(record, dict):
             raise ValueError(f"{place}: a JSON {type(record).__name__}; expected an object with {_FORMS}.")
         form = form or _detect(record, place)

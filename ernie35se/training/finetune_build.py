@@ -1,0 +1,266 @@
+"""From settings to the parts of a fine-tuning run: tokenizer, samples, model with adapters, a look at the data.
+
+Everything here that a user can get wrong is a ValueError before training starts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Callable, Dict, List, Optional
+
+import paddle
+from paddlenlp.transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from paddlenlp.utils.log import logger
+
+from .. import auto  # noqa: F401  makes the Auto classes find this model
+from .. import peft
+from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
+from ..data import sft
+from ..data.records import SPLITS, Conversation, find_split_files, parse_records, read_conversations
+from ..data.templates import Template, load_template
+from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
+from .finetune import Generation
+from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
+
+# ---------------------------------------------------------------- tokenizer
+
+
+def load_tokenizer(arguments: FinetuneModelArguments):
+    """The tokenizer that is named, else the model's.
+
+    Raises:
+        ValueError: none there, or one without an end-of-sequence token.
+    """
+    name = arguments.tokenizer_name_or_path or arguments.model_name_or_path
+    if os.path.isfile(os.path.join(name, MODEL_FILE)):
+        tokenizer = Ernie35Tokenizer.from_pretrained(name)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # whatever the many tokenizers raise
+            raise ValueError(
+                f"tokenizer_name_or_path = {name!r}: no tokenizer could be loaded ({type(error).__name__}: {error}). Name "
+                "its folder with --tokenizer_name_or_path."
+            ) from None
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{name}: the tokenizer has no end-of-sequence token, without which no answer would ever end.")
+    return tokenizer
+
+
+def plain_encoder(tokenizer) -> Callable[[str], List[int]]:
+    """Text -> ids without special tokens, whatever the text spells."""
+    if hasattr(tokenizer, "encode_plain"):
+        return tokenizer.encode_plain
+    return lambda text: tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text, split_special_tokens=True))
+
+
+def make_encoder(tokenizer, data: FinetuneDataArguments) -> sft.Encoder:
+    """Conversations -> samples, by the template and the limits of the settings."""
+    template = load_template(data.template, _own_template(tokenizer))
+    specials = {**getattr(tokenizer, "added_tokens_encoder", {})}
+    specials.update({token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens})
+    first = tokenizer("a")["input_ids"][:1]
+    adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    return sft.Encoder(
+        plain_encoder(tokenizer), template, tokenizer.eos_token_id, tokenizer.bos_token_id if adds_bos else None,
+        data.limits(), specials, str(tokenizer.eos_token), str(tokenizer.bos_token or ""),
+    )  # fmt: skip
+
+
+def _own_template(tokenizer) -> Optional[str]:
+    source = getattr(tokenizer, "chat_template", None)
+    return source if isinstance(source, str) else None
+
+
+def pad_id(tokenizer) -> int:
+    """The id that fills rows up; any does, as it is masked."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+# ---------------------------------------------------------------- data
+
+
+@dataclass
+class Samples:
+    """What became of the records of one split."""
+
+    conversations: List[Conversation]
+    samples: List[dict]
+    rows: List[dict]  # the samples, packed where that is asked for
+    counts: Counter = field(default_factory=Counter)
+
+
+def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str, Samples]:
+    """The splits that there are, as samples; what was left out or cut is said.
+
+    Raises:
+        ValueError: data that cannot be read, or a split of which nothing is left.
+    """
+    made = {}
+    for split, (conversations, skipped) in _conversations(data).items():
+        encoder.counts.clear()
+        samples = [sample for talk in conversations if (sample := encoder(talk)) is not None]
+        counts = Counter({**encoder.counts, **{f"skipped, {reason}": n for reason, n in skipped.items()}})
+        logger.info(f"{split}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())))
+        if not samples:
+            raise ValueError(
+                f"dataset_name_or_path = {data.dataset_name_or_path or data.task_name!r}: nothing is left of the {split} split "
+                f"({dict(counts)}). Raise src_length, tgt_length or max_length, or look at the records."
+            )
+        rows = samples
+        if data.zero_padding:
+            limit = encoder.limits.max_length
+            rows = sft.pack_samples(samples, limit, data.greedy_zero_padding)
+            logger.info(
+                f"{split}: {len(samples):,} samples packed into {len(rows):,} rows of up to {limit} tokens; padding "
+                f"{sft.padding_share(samples):.1%} -> {sft.padding_share(rows):.1%}."
+            )
+        made[split] = Samples(conversations, samples, rows, counts)
+    return made
+
+
+def _conversations(data: FinetuneDataArguments) -> Dict[str, tuple]:
+    if data.dataset_name_or_path is not None:
+        found = {}
+        for split, files in find_split_files(data.dataset_name_or_path).items():
+            skipped = Counter()
+            found[split] = (read_conversations(files, skipped), skipped)
+        return found
+    return _from_hub(data.task_name, data.data_name)
+
+
+def _from_hub(task: str, name: Optional[str]) -> Dict[str, tuple]:
+    try:
+        from datasets import load_dataset
+
+        splits = load_dataset(task, name)
+    except Exception as error:  # network, cache, unknown name: many kinds
+        raise ValueError(
+            f"task_name = {task!r}: cannot be loaded ({type(error).__name__}: {str(error)[:200]}). Without a network, download "
+            "its records elsewhere and give their folder as --dataset_name_or_path."
+        ) from None
+    found = {}
+    for split, own in (("train", "train"), ("dev", "validation"), ("test", "test")):
+        if own in splits:
+            skipped = Counter()
+            pairs = ((f"{task}/{own}:{i}", dict(record)) for i, record in enumerate(splits[own], 1))
+            found[split] = (list(parse_records(pairs, skipped)), skipped)
+    return found
+
+
+def check_splits(splits: Dict[str, Samples], training: FinetuneArguments) -> None:
+    """ValueError where a split that the run needs is absent, before anything is trained."""
+    if training.do_train and "train" not in splits:
+        raise ValueError(f"do_train: there is no train split; found {', '.join(splits)}.")
+    evaluates = training.do_eval or training.evaluation_strategy != "no"
+    if evaluates and "dev" not in splits:
+        why = "load_best_model_at_end" if training.load_best_model_at_end else "do_eval"
+        raise ValueError(
+            f"{why}: there is nothing to evaluate on; found the splits {', '.join(splits)} of {', '.join(SPLITS)}. Add a dev "
+            "file, or set do_eval false, evaluation_strategy no and load_best_model_at_end false."
+        )
+
+
+def preview(splits: Dict[str, Samples], tokenizer, count: int) -> str:
+    """Samples of the first split as text, the learnt part in [[ ]], counts, and a histogram of lengths."""
+    lines = []
+    for split, made in splits.items():
+        lengths = [len(sample["input_ids"]) for sample in made.samples]
+        counts = ", ".join(f"{number:,} {what}" for what, number in sorted(made.counts.items()))
+        lines.append(f"{split}: {counts}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all")
+    made = next(iter(splits.values()))
+    for number, sample in enumerate(made.samples[:count], 1):
+        lines += [f"--- sample {number} ({made.conversations[number - 1].place}); learnt: [[ ]]", sft.preview(sample, tokenizer.decode)]
+    if count > 1:
+        lines += ["--- lengths in tokens", *sft.length_histogram([len(s["input_ids"]) for s in made.samples])]
+    return "\n".join(lines)
+
+
+def generation_of(made: Samples, encoder: sft.Encoder, tokenizer) -> Generation:
+    """Prompts and references of a split."""
+    pairs = [encoder.prompt_ids(conversation) for conversation in made.conversations]
+    return Generation(
+        prompts=[ids for ids, _ in pairs],
+        references=[text for _, text in pairs],
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        max_new_tokens=encoder.limits.tgt_length,
+        eos_id=tokenizer.eos_token_id,
+        pad_id=pad_id(tokenizer),
+    )
+
+
+# ---------------------------------------------------------------- model
+
+
+def set_device(training: FinetuneArguments) -> None:
+    """Compute on the device that the settings name; a launched process has its own GPU already."""
+    if paddle.distributed.get_world_size() == 1 or training.device == "cpu":
+        paddle.set_device(training.device)
+
+
+def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
+    """The model's config with the run's settings in it.
+
+    Raises:
+        ValueError: no such model, or a built-in name, which has no weights.
+    """
+    name = arguments.model_name_or_path
+    if name in BUILT_IN_CONFIGS:
+        raise ValueError(
+            f"model_name_or_path = {name!r}: no weights of it were ever released; pretrain a model first "
+            "(scripts/run_pretrain.py) and name its folder."
+        )
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:
+        raise ValueError(
+            f"model_name_or_path = {name!r}: no model there ({type(error).__name__}: {str(error)[:200]}); expected a folder "
+            "with config.json and weights, or a name that can be downloaded."
+        ) from None
+    config.use_flash_attention = arguments.use_flash_attention
+    config.recompute_granularity = arguments.recompute_granularity
+    if isinstance(config, Ernie35Config):
+        config.use_recompute = training.recompute
+        config.use_recompute_attn = arguments.use_recompute_attn
+        config.fuse_ln, config.fuse_linear = arguments.use_fused_ln, arguments.fuse_linear
+    else:
+        config.recompute = training.recompute
+        for flag in ("use_fused_ln", "fuse_linear", "use_recompute_attn"):
+            if getattr(arguments, flag):
+                logger.warning(f"{flag} is a setting of Ernie35; it has no effect on {type(config).__name__}.")
+    return config
+
+
+def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, config):
+    """The model with its weights, and with the adapters of the method, new or loaded; what trains is said."""
+    dtype = "float32"
+    if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
+        dtype = "bfloat16" if training.bf16 else "float16"
+    with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
+        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, dtype=dtype)
+        if arguments.adapter_path:
+            if peft.saved_method(arguments.adapter_path) != arguments.method:
+                raise ValueError(f"{arguments.method}_path = {arguments.adapter_path!r}: holds no {arguments.method} adapter.")
+            peft.load(model, arguments.adapter_path)
+        elif arguments.method:
+            peft.wrap(model, arguments.adapter_config(training.seed))
+    if arguments.neftune:
+        peft.add_noise(model, arguments.neftune_noise_alpha)
+    model.config.use_progressive_seq_len = False  # sequence-length warm-up would cut samples
+    logger.info(peft.trainable_share(model))
+    return model
+
+
+def check_lengths(limits: sft.Limits, config, tokenizer) -> None:
+    """ValueError where samples or the tokenizer's ids would not fit the model."""
+    table = getattr(config, "max_position_embeddings", None)
+    if table and limits.max_length - 1 > table:
+        raise ValueError(f"max_length = {limits.max_length}: the model has {table} positions; lower max_length.")
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model rows for {config.vocab_size}; take the model's tokenizer."
+        )
+
+

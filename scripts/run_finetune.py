@@ -1,0 +1,130 @@
+"""Fine-tune a causal language model, evaluate one, or look at what a run would do.
+
+    python scripts/run_finetune.py configs/finetune/lora.json
+    python scripts/run_finetune.py configs/finetune/lora.json --lora_rank 16 --output_dir out/r16
+    python scripts/run_finetune.py configs/finetune/lora.json --preview_data 3
+    python -m paddle.distributed.launch scripts/run_finetune.py configs/finetune/lora.json
+
+The same command resumes a run that was interrupted. `--help` lists every setting; docs/finetune.md explains methods and data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+from typing import Optional, Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without an installed package too
+
+from ernie35se.runtime import check_versions, log_to_stderr, tune_cpu
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run with these words of a command line. Returns the exit status: 2 for a user's mistake, told in one message."""
+    try:
+        log_to_stderr()
+        check_versions()
+        from ernie35se.training.finetune_arguments import parse_finetune_arguments
+
+        settings = parse_finetune_arguments(argv)
+        tune_cpu(settings[-1].device)
+        trainer = prepare(*settings)
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"run_finetune.py: error: {error}", file=sys.stderr)
+        return 2
+    if trainer is not None:
+        run(trainer)
+    return 0
+
+
+def prepare(model_args, data_args, training_args):
+    """The trainer, ready to run; None after a look at data or settings.
+
+    Raises:
+        ValueError: what the user has to mend.
+    """
+    from paddlenlp.trainer import set_seed
+
+    from ernie35se.data import sft
+    from ernie35se.training import build, finetune_build
+    from ernie35se.training.finetune import FinetuneTrainer, describe_template
+
+    looks_only = training_args.dry_run or data_args.preview_data
+    if not looks_only:
+        build.check_output_dir(training_args)
+        build.check_checkpoint(training_args)
+    finetune_build.set_device(training_args)
+    set_seed(training_args.seed)
+    tokenizer = finetune_build.load_tokenizer(model_args)
+    encoder = finetune_build.make_encoder(tokenizer, data_args)
+    splits = finetune_build.load_samples(data_args, encoder)
+    print(finetune_build.preview(splits, tokenizer, data_args.preview_data or 1))
+    if data_args.preview_data:
+        return None
+    config = finetune_build.load_config(model_args, training_args)
+    finetune_build.check_lengths(encoder.limits, config, tokenizer)
+    if not training_args.dry_run:
+        finetune_build.check_splits(splits, training_args)
+    model = finetune_build.build_model(model_args, training_args, config)
+    if training_args.dry_run:
+        return describe(model_args, data_args, training_args, model, splits)
+    train, dev = splits.get("train"), splits.get("dev")
+    generates = data_args.eval_with_do_generation and dev is not None
+    return FinetuneTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=train.rows if train else None,
+        eval_dataset=dev.rows if dev else None,
+        data_collator=functools.partial(
+            sft.collate, pad_id=finetune_build.pad_id(tokenizer), flash_mask=data_args.flash_mask
+        ),
+        tokenizer=tokenizer,
+        generation=finetune_build.generation_of(dev, encoder, tokenizer) if generates else None,
+        template=describe_template(encoder.template, encoder.limits),
+    )
+
+
+def describe(model_args, data_args, training_args, model, splits) -> None:
+    """Print settings, what trains, and what an epoch takes."""
+    from ernie35se import peft
+
+    for group in (model_args, data_args, training_args):
+        print(f"{group._argument_group_name} settings")
+        for item in dataclasses.fields(group):
+            if item.name in type(group).__dict__["__annotations__"]:
+                print(f"  {item.name} = {getattr(group, item.name)!r}")
+    print(peft.trainable_share(model))
+    weights = sum(p.size for p in model.parameters())
+    trains = sum(p.size for p in model.parameters() if not p.stop_gradient)
+    print(
+        f"Memory in float32: weights {weights * 4 / 2**20:,.1f} MiB, gradients {trains * 4 / 2**20:,.1f} MiB, AdamW "
+        f"{trains * 8 / 2**20:,.1f} MiB, and activations."
+    )
+    if "train" in splits:
+        rows = len(splits["train"].rows)
+        per_step = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+        print(f"An epoch on one device: {rows:,} rows, {-(-rows // per_step):,} optimizer steps.")
+
+
+def run(trainer) -> None:
+    """Train, save, evaluate: whichever of them the settings ask for. An error here keeps its traceback."""
+    training_args = trainer.args
+    if training_args.do_train:
+        metrics = trainer.train().metrics
+        trainer.save_model()
+        trainer.save_state()
+        record(trainer, "train", metrics)
+    if training_args.do_eval:
+        record(trainer, "eval", trainer.evaluate())
+
+
+def record(trainer, part: str, metrics) -> None:
+    """Log metrics and write them to <part>_results.json and all_results.json."""
+    trainer.log_metrics(part, metrics)
+    trainer.save_metrics(part, metrics)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
