@@ -79,11 +79,25 @@ def check_supported(config: Ernie35Config, pipeline: bool = False) -> None:
             f"{degree} processes with python -m paddle.distributed.launch and --tensor_parallel_degree {degree}, or load "
             "the model with tensor_parallel_degree=1."
         )
+    if degree > 1 and config.tensor_parallel_rank != group.get_model_parallel_rank():
+        raise ValueError(
+            f"tensor_parallel_rank is {config.tensor_parallel_rank}, but this process is rank "
+            f"{group.get_model_parallel_rank()} of its tensor-parallel group; PaddleNLP would cut its weights for another. "
+            "Set the config's tensor_parallel_rank from TrainingArguments.tensor_parallel_rank."
+        )
 
 
 def _hybrid_group():
     """Fleet's description of the groups; None before fleet.init."""
     return getattr(fleet.fleet, "_hcg", None)
+
+
+def join_data_parallel_group(ranks: int) -> None:
+    """Give fleet its description of the groups where a run has data ranks only; PaddleNLP's unified checkpoint asks it."""
+    if _hybrid_group() is None:
+        strategy = fleet.DistributedStrategy()
+        strategy.hybrid_configs = {"dp_degree": ranks}
+        fleet.init(is_collective=True, strategy=strategy)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------

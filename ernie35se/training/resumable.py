@@ -24,7 +24,7 @@ from typing import Any, Dict, List, Optional, Union
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from paddlenlp.trainer import Trainer, TrainerCallback
+from paddlenlp.trainer import TrainerCallback
 from paddlenlp.trainer.integrations import VisualDLCallback as PaddleNLPVisualDLCallback
 from paddlenlp.trainer.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from paddlenlp.trainer.trainer_callback import ProgressCallback as PaddleNLPProgressCallback
@@ -32,6 +32,7 @@ from paddlenlp.utils.log import logger
 
 from . import checkpoint as checkpoints
 from .callbacks import CurvesCallback, ProgressCallback, SaveAtEndCallback, VisualDLCallback
+from .layouts import AnyLayoutTrainer
 from .metrics import Throughput
 
 PROGRESS_FILE = "progress.json"
@@ -77,7 +78,7 @@ class Progress:
         return cls(step, state.get("consumed_samples") or 0, last_logged_step=step, summed_from_step=step)
 
 
-class ResumableTrainer(Trainer):
+class ResumableTrainer(AnyLayoutTrainer):
     """PaddleNLP's Trainer with exact resume, whole-or-absent checkpoints and a log history.
 
     A subclass provides `get_train_dataloader`, which starts at `self.start` (a `Progress`).

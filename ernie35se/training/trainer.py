@@ -59,6 +59,7 @@ class PretrainTrainer(ResumableTrainer):
             raise ValueError(f"train_dataset ({kind}) has no length; a map-style dataset is needed.")
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
         self._positions = None  # (step, length, tensor)
+        self._stage_length = None  # of the tensors that pipeline stages exchange
 
     # ---------------------------------------------------------------- data
 
@@ -104,7 +105,16 @@ class PretrainTrainer(ResumableTrainer):
 
     def training_step(self, model, inputs: Dict[str, Any], *args, **kwargs) -> paddle.Tensor:
         """PaddleNLP's knows neither positions nor warm-up of the sequence length."""
-        return super().training_step(model, self._training_inputs(inputs), *args, **kwargs)
+        inputs = self._training_inputs(inputs)
+        if self.args.pipeline_parallel_degree > 1:
+            self._tell_stages_of_length(model, inputs["input_ids"].shape[1])
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _tell_stages_of_length(self, model, length: int) -> None:
+        """Stages remember the shapes that they exchange, and would wait for ever for tensors of the old."""
+        if length != self._stage_length:
+            model._p2p_helper.clear_meta_cache()
+        self._stage_length = length
 
     def _training_inputs(self, inputs: Dict[str, Any]) -> Dict[str, Any]:
         """Cut (B, T) tensors to this step's length; add positions (1, T) where the model wants random."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 import numpy as np
 import paddle
@@ -93,6 +94,7 @@ def forward_and_backward(model) -> dict[str, np.ndarray]:
 @dataclass
 class Arguments(TrainingArguments):
     min_learning_rate: float = 1e-3
+    decay_steps: Optional[int] = None
 
 
 class Text:

@@ -20,7 +20,7 @@ from ernie35se.modeling_pipe import Ernie35ForCausalLMPipe
 
 
 def main(folder: Path):
-    degrees = dict(pipeline_parallel_degree=2, pipeline_parallel_config="disable_p2p_cache_shape")
+    degrees = dict(pipeline_parallel_degree=2)
     arguments(folder, **degrees)
     rank = dist.get_rank()
     for name, changes in TRAINING.items():

@@ -24,7 +24,9 @@ TRAINING = {
 
 
 def ranked(sequence_parallel: bool, **changes):
-    return small_config(tensor_parallel_degree=2, sequence_parallel=sequence_parallel, **changes)
+    return small_config(
+        tensor_parallel_degree=2, tensor_parallel_rank=dist.get_rank(), sequence_parallel=sequence_parallel, **changes
+    )
 
 
 def main(folder: Path):

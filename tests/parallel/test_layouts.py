@@ -1,0 +1,76 @@
+"""Checkpoints made under one layout and resumed under another, in both forms."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import batch, weights_of  # noqa: E402
+from launching import launch_worker  # noqa: E402
+from layout_cases import FORMS, RESUMES, resume, save_at_step_3, trainer_of  # noqa: E402
+
+from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    for form in FORMS:
+        save_at_step_3(folder / f"one-{form}", form, "one")
+    for layout in ("tensor", "pipeline", "data", "sharding"):
+        launch_worker("layout_worker.py", folder, layout)
+        (folder / "log").rename(folder / f"log-{layout}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> dict[str, np.ndarray]:
+    """Losses of steps 4 to 6 of one process that was never interrupted."""
+    result = {}
+    for form in FORMS:
+        trainer = trainer_of(tmp_path_factory.mktemp(form), form, "one", decay_steps=6)
+        trainer.train()
+        result[form] = np.array([record["loss"] for record in trainer.state.log_history if "loss" in record])[3:]
+        assert len(result[form]) == 3
+    return result
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout, maker", [(l, m) for l, makers in RESUMES.items() for m in makers])
+def test_resumed_under_another_layout_the_losses_go_on_as_before(folder, expected, form, layout, maker):
+    if layout == "one":
+        got = [resume(folder, maker, form, "one")]
+    else:
+        got = [np.load(folder / f"{layout}-from-{maker}-{form}.{rank}.npz")["losses"] for rank in range(2)]
+    for losses in got:
+        np.testing.assert_allclose(losses, expected[form], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_piece_is_an_error(folder, form, tmp_path):
+    broken = tmp_path / f"tensor-{form}" / "checkpoint-3"
+    shutil.copytree(folder / f"tensor-{form}" / "checkpoint-3", broken)
+    (broken / "complete.json").unlink()
+    victim = sorted(broken.glob("model*tp01*" if form == "classic" else "model-00002*"))[0]
+    victim.unlink()
+    with pytest.raises(ValueError, match=f"{victim.name} is missing"):
+        resume(tmp_path, "tensor", form, "one")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_merged_model_is_one_process_s(folder, form):
+    reference = trainer_of(folder / "unused", form, "one").model
+    merged = Ernie35ForCausalLM.from_pretrained(str(folder / f"tensor-{form}-merged"))
+    alone = Ernie35ForCausalLM.from_pretrained(str(folder / f"one-{form}" / "checkpoint-3"))
+    assert weights_of(merged).keys() == weights_of(reference).keys()
+    for name, value in weights_of(alone).items():
+        np.testing.assert_allclose(weights_of(merged)[name], value, atol=2e-4, err_msg=name)
+    ids = paddle.to_tensor(batch()["input_ids"])
+    merged.eval(), alone.eval()
+    np.testing.assert_allclose(merged(ids)[0].numpy(), alone(ids)[0].numpy(), atol=1e-3)
