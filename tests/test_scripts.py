@@ -208,5 +208,6 @@ def test_a_dry_run_launches_nothing(launched):
 def test_dry_run_describes_the_3b_run_on_one_cpu(tmp_path):
     done = bash(str(LAUNCH), "--dry_run", cwd=tmp_path, PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
-    for word in ("sharding = 'stage2'", "max_steps = 300000", "tokens"):
-        assert word in done.stdout
+    # The numbers are this configuration's: 8 devices x 1 sample x 4096 tokens.
+    for words in ("sharding = 'stage2'", "max_steps = 300000", "of 8 device", "Tokens per step: 32,768 (8 samples"):
+        assert words in done.stdout
