@@ -1,0 +1,228 @@
+"""The CUDA kernels: nvcc compiles them, and, run thread by thread on the CPU, they give what float64 gives.
+
+On a GPU: external_ops/check_cuda.py.
+"""
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernels import BFLOAT16, FLOAT16, FLOAT32, LnBackward, LnForward, reference_backward, reference_forward
+
+SOURCES = Path(__file__).resolve().parents[2] / "external_ops" / "csrc"
+EPSILON = 1e-5
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+
+
+# ----------------------------------------------------------------------------------------------------- compiling
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc")
+def test_nvcc_compiles_for_sm_80_and_sm_90_with_16_byte_accesses(tmp_path):
+    target = tmp_path / "ln_cuda.o"
+    archs = [f"-gencode=arch=compute_{arch},code=[compute_{arch},sm_{arch}]" for arch in (80, 90)]
+    command = [NVCC, "-O3", "-std=c++17", *archs, "-keep", "-keep-dir", tmp_path, "-Xptxas", "-v", "-c", SOURCES / "ln_cuda.cu"]
+    done = subprocess.run([*map(str, command), "-o", target], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    compiled = re.findall(r"Compiling entry function '\w*(?:in_registers|streamed|partial)\w*' for 'sm_(\d+)'", done.stderr)
+    assert compiled.count("80") == compiled.count("90") > 30
+    assert set(re.findall(r"(\d+) bytes spill stores", done.stderr)) == {"0"}
+
+    (ptx,) = tmp_path.glob("*compute_90.ptx")
+    kernels = re.findall(r"\.entry \w*in_registers\w*\(.*?\n\}", ptx.read_text(), flags=re.DOTALL)
+    assert len(kernels) == 22  # forward and backward of 4 pairs of types with 2 layouts, and of float32 with 3
+    for kernel in kernels:
+        accesses = re.findall(r"(?:ld|st)\.global\.(?:v4\.\w32|v2\.\w64|\S+)", kernel)
+        wide = re.findall(r"(?:ld|st)\.global\.(?:v4\.\w32|v2\.\w64)", kernel)
+        assert len(wide) >= 3, accesses
+
+
+@pytest.mark.skipif(NVCC is None, reason="there is no nvcc, which knows where CUDA's headers are")
+def test_the_binding_compiles_as_for_a_paddle_with_cuda():
+    paddle = pytest.importorskip("paddle")
+    include = Path(paddle.sysconfig.get_include())
+    dry_run = subprocess.run([NVCC, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True)
+    cuda_includes = [word for line in re.findall(r"INCLUDES=(.*)", dry_run.stderr) for word in shlex.split(line)]
+    folders = [SOURCES, include, include / "third_party"]
+    flags = ["-std=c++17", "-fsyntax-only", "-w", "-DPADDLE_NO_PYTHON", "-DPADDLE_WITH_CUDA", "-DPADDLE_WITH_CUSTOM_KERNEL"]
+    command = ["g++", *flags, *(f"-I{folder}" for folder in folders), *cuda_includes, str(SOURCES / "binding.cc")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------- running, on the CPU
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """ln_cuda.cu as a library for the CPU: see cuda_emulation.h."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    folder = tmp_path_factory.mktemp("emulated")
+    launch = "kernel<<<grid, block, shared, stream>>>(arguments...);"
+    source = (SOURCES / "ln_cuda.cu").read_text()
+    assert source.count("<<<") == source.count(launch) == 1
+    emulated = "launch_status = emulation::launch(grid, block, [&] { kernel(arguments...); });"
+    shared = "namespace ln_cuda { __thread float block_sums[1 << 14]; }\n"
+    (folder / "ln_cuda.cc").write_text('#include "cuda_runtime.h"\n' + shared + source.replace(launch, emulated))
+    for header in ("cuda_runtime.h", "cuda_bf16.h", "cuda_fp16.h"):
+        shutil.copy(Path(__file__).with_name("cuda_emulation.h"), folder / header)
+    command = ["g++", "-O1", "-std=c++17", "-w", "-fPIC", "-shared", f"-I{folder}", f"-I{SOURCES}", "ln_cuda.cc", "-o", "ln_cuda.so"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if "_Float16" in done.stderr:
+        pytest.skip("this g++ has no _Float16")
+    assert done.returncode == 0, done.stderr
+    library = ctypes.CDLL(str(folder / "ln_cuda.so"))
+    library.ln_cuda_workspace.restype = ctypes.c_int64
+    return library
+
+
+NUMPY_TYPES = {FLOAT32: np.float32, BFLOAT16: np.uint16, FLOAT16: np.float16}
+GUARD = 64  # bytes on each side of a tensor, whose change betrays a write outside of it
+
+
+class Memory:
+    """A tensor between two guards: NaN to whoever reads them, and checked for writes."""
+
+    def __init__(self, shape, dtype, values=None, misaligned=False):
+        self.dtype, self.shape = dtype, shape
+        itemsize = np.dtype(NUMPY_TYPES[dtype]).itemsize
+        self.size = int(np.prod(shape)) * itemsize
+        raw = np.full(self.size + 2 * GUARD + 32, 0xFF, dtype=np.uint8)
+        self.start = GUARD + -(raw.ctypes.data + GUARD) % 16 + (itemsize if misaligned else 0)
+        self.raw = raw
+        if values is not None:
+            self.body[:] = encode(values, dtype).reshape(shape)
+
+    @property
+    def body(self):
+        return self.raw[self.start : self.start + self.size].view(NUMPY_TYPES[self.dtype]).reshape(self.shape)
+
+    @property
+    def values(self):
+        assert (self.raw[: self.start] == 0xFF).all() and (self.raw[self.start + self.size :] == 0xFF).all(), "written outside"
+        return decode(self.body, self.dtype)
+
+    @property
+    def address(self):
+        return self.raw.ctypes.data + self.start
+
+
+def encode(values, dtype):
+    if dtype != BFLOAT16:
+        return np.asarray(values, dtype=NUMPY_TYPES[dtype])
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def decode(array, dtype):
+    if dtype != BFLOAT16:
+        return array.astype(np.float64)
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+ROUNDING = {FLOAT32: 0.0, BFLOAT16: 2**-8, FLOAT16: 2**-11}
+
+
+def assert_near(memory, expected, what, size=1.0):
+    actual = memory.values
+    allowed = ROUNDING[memory.dtype] * np.abs(expected) + 3e-6 * max(size, np.abs(expected).max(initial=0.0))
+    assert (np.abs(actual - expected) <= allowed).all(), f"{what}: off by {np.abs(actual - expected).max():.1e}"
+
+
+def run_forward(library, dtype, param_dtype, rows, cols, with_residual, misaligned=False):
+    """The tensors of one forward, checked against float64."""
+    rng = np.random.default_rng(rows * cols)
+
+    def given(shape, dtype):
+        return Memory(shape, dtype, rng.standard_normal(shape), misaligned)
+
+    t = {name: given((rows, cols), dtype) for name in ("x", "residual")}
+    t |= {name: given((cols,), param_dtype) for name in ("scale", "bias")}
+    t |= {name: Memory((rows, cols), dtype, None, misaligned) for name in ("sum", "y")}
+    t |= {name: Memory((rows,), FLOAT32) for name in ("mean", "invvar")}
+    if not with_residual:
+        del t["residual"], t["sum"]
+    addresses = {name: memory.address for name, memory in t.items()}
+    args = LnForward(dtype=dtype, param_dtype=param_dtype, rows=rows, cols=cols, epsilon=EPSILON, **addresses)
+    assert library.ln_cuda_forward(ctypes.byref(args), None) == 0
+
+    if with_residual:
+        assert_near(t["sum"], t["x"].values + t["residual"].values, "sum")
+    source = (t["sum"] if with_residual else t["x"]).values
+    y, mean, invvar = reference_forward(source, t["scale"].values, t["bias"].values, EPSILON)
+    for name, expected in (("y", y), ("mean", mean), ("invvar", invvar)):
+        assert_near(t[name], expected, name)
+    return t, rng
+
+
+def run_backward(library, dtype, param_dtype, rows, cols, with_residual, with_statistics, misaligned=False):
+    """The gradients' bits, checked against float64."""
+    t, rng = run_forward(library, dtype, param_dtype, rows, cols, with_residual, misaligned)
+    tensors = {"input": t["sum"] if with_residual else t["x"], **{name: t[name] for name in ("scale", "mean", "invvar")}}
+    tensors["dy"] = Memory((rows, cols), dtype, rng.standard_normal((rows, cols)), misaligned)
+    if with_residual:
+        tensors["dsum"] = Memory((rows, cols), dtype, rng.standard_normal((rows, cols)), misaligned)
+        tensors["dresidual"] = Memory((rows, cols), dtype, None, misaligned)
+    if with_statistics:
+        tensors |= {name: Memory((rows,), FLOAT32, rng.standard_normal(rows)) for name in ("dmean", "dinvvar")}
+    tensors["dx"] = Memory((rows, cols), dtype, None, misaligned)
+    tensors |= {name: Memory((cols,), param_dtype) for name in ("dscale", "dbias")}
+    workspace = Memory((library.ln_cuda_workspace(ctypes.c_int64(rows), ctypes.c_int64(cols)) // 4,), FLOAT32)
+    addresses = {name: memory.address for name, memory in tensors.items()}
+    args = LnBackward(dtype=dtype, param_dtype=param_dtype, rows=rows, cols=cols, **addresses)
+    assert library.ln_cuda_backward(ctypes.byref(args), ctypes.c_void_p(workspace.address), None) == 0
+
+    statistics = [tensors[name].values if with_statistics else 0.0 for name in ("dmean", "dinvvar")]
+    dx, dscale, dbias = reference_backward(
+        tensors["input"].values, tensors["scale"].values, EPSILON, tensors["dy"].values, *statistics
+    )
+    dx = dx + (tensors["dsum"].values if with_residual else 0.0)
+    assert_near(tensors["dx"], dx, "dx", size=tensors["invvar"].values.max(initial=1.0))
+    assert_near(tensors["dscale"], dscale, "dscale")
+    assert_near(tensors["dbias"], dbias, "dbias")
+    if with_residual:
+        np.testing.assert_array_equal(tensors["dresidual"].values, tensors["dx"].values)
+    assert workspace.values.size
+    return [tensors[name].body.copy() for name in ("dx", "dscale", "dbias")]
+
+
+TYPES = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
+# In registers: 1, 2 and 4 packs a thread, idle threads, several rows a block, more rows than the blocks take at once.
+SHAPES = [(150, 8), (37, 96), (35, 264), (5, 768), (3, 3072), (2, 8192)]
+STREAMED = [(1, 1), (3, 7), (40, 33), (2, 771), (2, 8200), (2, 8201)]
+
+
+@pytest.mark.parametrize("dtype, param_dtype", TYPES)
+@pytest.mark.parametrize("rows, cols", SHAPES + STREAMED)
+def test_kernels_agree_with_float64(emulated, dtype, param_dtype, rows, cols):
+    run_backward(emulated, dtype, param_dtype, rows, cols, with_residual=False, with_statistics=False)
+    run_backward(emulated, dtype, param_dtype, rows, cols, with_residual=True, with_statistics=True)
+
+
+@pytest.mark.parametrize("cols", [64, 771])
+def test_rows_that_do_not_start_at_16_bytes(emulated, cols):
+    for dtype in (FLOAT32, BFLOAT16):
+        run_backward(emulated, dtype, dtype, 5, cols, with_residual=True, with_statistics=False, misaligned=True)
+
+
+@pytest.mark.parametrize("cols", [96, 33])
+def test_the_same_input_gives_the_same_bits(emulated, cols):
+    first, second = (run_backward(emulated, BFLOAT16, FLOAT32, 70, cols, True, False) for _ in range(2))
+    for a, b in zip(first, second):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_no_rows_and_unknown_types(emulated):
+    args = LnForward(dtype=FLOAT32, param_dtype=FLOAT32, rows=0, cols=8)
+    assert emulated.ln_cuda_forward(ctypes.byref(args), None) == 0
+    for dtype, param_dtype in ((7, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT16, BFLOAT16)):
+        args = LnForward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)
+        assert emulated.ln_cuda_forward(ctypes.byref(args), None) == -1
+        assert emulated.ln_cuda_backward(ctypes.byref(LnBackward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)), None, None) == -1
