@@ -61,11 +61,12 @@ def make_encoder(tokenizer, data: FinetuneDataArguments) -> sft.Encoder:
     template = load_template(data.template, _own_template(tokenizer))
     specials = {**getattr(tokenizer, "added_tokens_encoder", {})}
     specials.update({token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens})
-    first = tokenizer("a")["input_ids"][:1]
-    adds_bos = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    bos = tokenizer.special_tokens_map.get("bos_token")  # asking for an absent one by name logs an error
+    bos_id = tokenizer.convert_tokens_to_ids(str(bos)) if bos else None
+    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos_id]
     return sft.Encoder(
-        plain_encoder(tokenizer), template, tokenizer.eos_token_id, tokenizer.bos_token_id if adds_bos else None,
-        data.limits(), specials, str(tokenizer.eos_token), str(tokenizer.bos_token or ""),
+        plain_encoder(tokenizer), template, tokenizer.eos_token_id, bos_id if adds_bos else None,
+        data.limits(), specials, str(tokenizer.eos_token), str(bos or ""),
     )  # fmt: skip
 
 

@@ -1,0 +1,284 @@
+"""scripts/run_finetune.py: every settings file runs; what a run leaves behind; errors; resume; other models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "training")]
+
+import run_finetune  # noqa: E402
+from finetune_run import settings, words_of, write_base, write_records  # noqa: E402
+
+CONFIGS = sorted((ROOT / "configs" / "finetune").glob("*.json"))
+METHODS = {
+    "sft": {},
+    "lora": {"lora": 1, "lora_dropout": 0.1},
+    "pissa": {"lora": 1, "pissa": 1},
+    "qlora": {"lora": 1, "weight_quantize_algo": "nf4", "weight_double_quant": 1},
+    "vera": {"vera": 1},
+    "lokr": {"lokr": 1, "lokr_rank": 2},
+    "dislora": {"dislora": 1, "dash_flag": 2},
+    "reft": {"reft": 1, "position": "f2+l2"},
+    "tare": {"tare": 1},
+    "prefix": {"prefix_tuning": 1, "num_prefix_tokens": 5, "prefix_dropout": 0.1},
+    "neftune": {"neftune": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Folder with a base model and records."""
+    folder = tmp_path_factory.mktemp("finetune")
+    write_base(folder / "base")
+    write_records(folder / "data")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch, request):
+    """Drawing takes longer than these runs; one test looks at the picture."""
+    if request.node.originalname != "test_what_a_run_leaves_behind":
+        monkeypatch.setattr("ernie35se.training.callbacks.draw_curves", lambda *args: None)
+
+
+def run(place, output, *more, file=None, **changes):
+    words = words_of(settings(place / "base", place / "data", output, **changes))
+    return run_finetune.main([*([str(file)] if file else []), *words, *more])
+
+
+def results(output):
+    return json.loads((output / "all_results.json").read_text())
+
+
+def losses(output):
+    return {r["step"]: r["loss"] for r in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in r}
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_settings_file_runs(file, place, tmp_path):
+    size = {"num_prefix_tokens": 6} if "pt" in file.stem else {"dash_flag": 2} if file.stem == "dislora" else {}
+    changes = dict(warmup_steps=1, max_steps=3, gradient_accumulation_steps=1, evaluation_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)  # fmt: skip
+    learning_rate = max(json.loads(file.read_text())["learning_rate"], 3e-3)
+    assert run(place, tmp_path, file=file, **{**changes, **size}, learning_rate=learning_rate) == 0
+    made = {path.name for path in tmp_path.iterdir()}
+    method = next((name for name in ("lora", "vera", "lokr", "dislora", "reft", "tare", "prefix") if f"{name}_config.json" in made), None)  # fmt: skip
+    assert (method is None) == (file.stem.startswith("sft") or file.stem == "neftune")
+    assert ("config.json" in made) == (method is None)
+    assert {"template.json", "tokenizer_config.json", "checkpoint-2", "checkpoint-3"} <= made
+    assert results(tmp_path)["eval_accuracy"] >= 0 and np.isfinite(results(tmp_path)["eval_loss"])
+    assert len(losses(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_at_an_epochs_end_is_as_if_never_interrupted(name, place, tmp_path):
+    changes = {**METHODS[name], "load_best_model_at_end": 1, "metric_for_best_model": "loss", "save_total_limit": 1}
+    assert run(place, tmp_path / "whole", **changes) == 0
+    # The first epoch alone, as a kill after it leaves it: the same run's checkpoint in another folder.
+    del changes["save_total_limit"]
+    assert run(place, tmp_path / "source", **changes) == 0
+    shutil.copytree(tmp_path / "source" / "checkpoint-3", tmp_path / "resumed" / "checkpoint-3")
+    assert run(place, tmp_path / "resumed", **changes) == 0
+    whole, resumed = losses(tmp_path / "whole"), losses(tmp_path / "resumed")
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6] and resumed == whole
+    assert results(tmp_path / "resumed")["eval_loss"] == results(tmp_path / "whole")["eval_loss"]
+    state = json.loads((tmp_path / "whole" / "trainer_state.json").read_text())
+    kept = {path.name for path in (tmp_path / "whole").glob("checkpoint-*")}
+    assert kept == {"checkpoint-6", Path(state["best_model_checkpoint"]).name}
+    assert results(tmp_path / "whole")["eval_loss"] == pytest.approx(state["best_metric"], rel=1e-6)
+
+
+def test_recompute_and_merged_evaluation_change_nothing(place, tmp_path):
+    for name, more in (("plain", {}), ("recompute", {"recompute": 1}), ("merged", {"merge_weights": 1})):
+        assert run(place, tmp_path / name, lora=1, max_steps=3, **more) == 0
+    for name in ("recompute", "merged"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
+        assert results(tmp_path / name)["eval_loss"] == pytest.approx(results(tmp_path / "plain")["eval_loss"], abs=1e-5)
+
+
+def test_packed_training_equals_unpacked(place, tmp_path):
+    """All samples in one step, as rows of their own or packed: the same losses, step after step."""
+    common = dict(per_device_train_batch_size=12, gradient_accumulation_steps=1, num_train_epochs=3)
+    assert run(place, tmp_path / "alone", **common) == 0
+    packed = {**common, "per_device_train_batch_size": 1, "max_length": 300}
+    data = tmp_path / "data"
+    shutil.copytree(place / "data", data)
+    assert run(place, tmp_path / "packed", "--zero_padding", "1", **packed) == 2  # a row of 299 does not fit the table
+    write_base(tmp_path / "base", max_position_embeddings=512)
+    for output, changes in ((tmp_path / "alone", common), (tmp_path / "packed", {**packed, "zero_padding": 1})):
+        shutil.rmtree(output, ignore_errors=True)
+        words = words_of(settings(tmp_path / "base", data, output, **changes))
+        assert run_finetune.main(words) == 0
+    assert len(losses(tmp_path / "alone")) == 3
+    assert losses(tmp_path / "packed") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
+
+
+def test_an_adapter_continues_from_a_saved_one(place, tmp_path):
+    assert run(place, tmp_path / "first", lora=1) == 0
+    assert run(place, tmp_path / "second", lora=1, lora_path=tmp_path / "first", do_train=False, evaluation_strategy="no") == 0
+    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(results(tmp_path / "first")["eval_loss"], rel=1e-6)
+
+
+def test_generation_and_early_stopping(place, tmp_path):
+    more = dict(eval_with_do_generation=1, early_stopping_patience=1, learning_rate=1e-9, num_train_epochs=6, tgt_length=6)
+    more.update(metric_for_best_model="accuracy", greater_is_better=1, load_best_model_at_end=1)
+    assert run(place, tmp_path, lora=1, **more) == 0
+    assert max(losses(tmp_path)) == 6  # the accuracy does not move, so the second evaluation ends the run
+    found = results(tmp_path)
+    assert {"eval_rouge1", "eval_rouge2", "eval_rougeL", "eval_bleu4", "eval_ppl"} <= set(found)
+    texts = [json.loads(line) for line in (tmp_path / "generated-3.jsonl").read_text().splitlines()]
+    assert len(texts) == 4 and set(texts[0]) == {"prompt", "generated", "reference"}
+    assert texts[0]["prompt"].startswith("swap:")
+
+
+@pytest.mark.parametrize("warmup, ratio, expected", [(6, 0.0, [2, 3, 4, 5, 6, 0]), (1, 0.5, [5.4, 4.8, 4.2, 3.6, 3, 3])])
+def test_schedule(place, tmp_path, warmup, ratio, expected):
+    """A log line shows the rate of the step to come: the first step has 1/6 of the peak, and the peak, here."""
+    assert run(place, tmp_path, lora=1, warmup_steps=warmup, lr_decay_ratio=ratio, learning_rate=6e-3) == 0
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    rates = [record["learning_rate"] * 1e3 for record in state["log_history"] if "learning_rate" in record]
+    assert rates == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_a_run_leaves_behind(place, tmp_path, capsys):
+    assert run(place, tmp_path, lora=1, label_smoothing=0.1, max_steps=2) == 0
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert (tmp_path / "checkpoint-2").is_dir()
+    template = json.loads((tmp_path / "template.json").read_text())
+    assert template["template"] == "plain" and template["src_length"] == 24 and template["max_length"] == 48
+    assert json.loads((tmp_path / "lora_config.json").read_text())["base_model_name_or_path"] == str(place / "base")
+    assert any("lora_A" in name for name in load_file(tmp_path / "lora_model_state.safetensors"))
+    out = capsys.readouterr().out
+    assert "train: 12 kept, 12 records" in out and "--- sample 1" in out and "</s>]]" in out
+
+
+def test_a_look_at_data_and_settings(place, tmp_path, capsys):
+    assert run(place, tmp_path / "out", preview_data=3) == 0
+    out = capsys.readouterr().out
+    assert out.count("--- sample") == 3 and "--- lengths in tokens" in out
+    assert run(place, tmp_path / "out", lora=1, dry_run=1) == 0
+    out = capsys.readouterr().out
+    assert "lora_rank = 8" in out and "LoRA: " in out and "12 rows, 3 optimizer steps" in out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lora": 1, "vera": 1}, "lora and vera are on"),
+        ({"lora_rnk": 4}, "did you mean --lora_rank?"),
+        ({"lora": 1, "lora_target_modules": "q_proj"}, "'q_proj' matches no linear layer"),
+        ({"lora": 1, "lora_path": "nowhere"}, "nowhere"),
+        ({"dataset_name_or_path": "nowhere"}, "no such folder or file"),
+        ({"model_name_or_path": "ernie/tiny-random-ernie"}, "no tokenizer could be loaded"),
+        ({"template": "nothing"}, "neither a file nor one of"),
+        ({"truncation_strategy": "raise", "src_length": 2}, "src_length is 2"),
+        ({"reft": 1, "zero_padding": 1}, "packed rows have several"),
+        ({"flash_mask": 1}, "GPU only"),
+        ({"max_length": 200}, "the model has 128 positions"),
+        ({"merge_weights": 1}, "nothing that could be merged"),
+        ({"evaluation_strategy": "no", "load_best_model_at_end": 1}, "needs evaluations"),
+        ({"continue_training": 1}, "a setting of pretraining"),
+        ({"lora": 1, "sharding_parallel_config": "enable_stage1_overlap"}, "stage1_overlap"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_message(changes, message, place, tmp_path, capsys):
+    assert run(place, tmp_path / "out", **changes) == 2
+    error = capsys.readouterr().err
+    assert "run_finetune.py: error: " in error and message in error and "Traceback" not in error
+
+
+def test_no_dev_split_is_refused_before_training(place, tmp_path, capsys):
+    write_records(tmp_path / "data")
+    (tmp_path / "data" / "dev.json").unlink()
+    changes = dict(load_best_model_at_end=1, metric_for_best_model="accuracy")
+    assert run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes))) == 2
+    assert "there is nothing to evaluate on" in capsys.readouterr().err
+    (tmp_path / "data" / "dev.json").write_text("")
+    assert run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes))) == 2
+    assert "nothing is left of the dev split" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------- other models
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A tiny random Qwen2 with a byte-level BPE tokenizer of a few merges."""
+    from paddlenlp.transformers import Qwen2Config, Qwen2ForCausalLM
+    from paddlenlp.transformers.qwen2.tokenizer import bytes_to_unicode
+
+    folder = tmp_path_factory.mktemp("qwen")
+    letters = list(bytes_to_unicode().values())
+    merges = ["s w", "sw a", "swa p", "o n", "on e", "t w", "tw o", "Ġ t", "Ġ o"]
+    vocabulary = {token: i for i, token in enumerate([*letters, *(merge.replace(" ", "") for merge in merges)])}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    tokens = {str(len(vocabulary) + i): token for i, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))}
+    added = {
+        number: {"content": token, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+        for number, token in tokens.items()
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "added_tokens_decoder": added}
+        )
+    )
+    paddle.seed(0)
+    config = Qwen2Config(
+        vocab_size=300, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "qwen").glob("*.json")), ids=lambda file: file.stem)
+def test_every_qwen_file_runs(file, qwen, place, tmp_path):
+    content = json.loads(file.read_text())
+    small = file.stem.endswith("0p5b")
+    assert content["model_name_or_path"] == ("Qwen/Qwen2.5-0.5B-Instruct" if small else "Qwen/Qwen2-7B")
+    changes = dict(src_length=60, max_length=120, max_steps=3, gradient_accumulation_steps=1, learning_rate=1e-2)
+    if "prefix_tuning" in content:
+        changes["num_prefix_tokens"] = 7
+    words = words_of(settings(qwen, place / "data", tmp_path, **changes))
+    assert run_finetune.main([str(file), *words, "--template", "chatml"]) == 0
+    assert len(losses(tmp_path)) == 3 and np.isfinite(results(tmp_path)["eval_loss"])
+
+
+@pytest.mark.parametrize("name", ["lora", "qlora", "vera", "lokr", "dislora", "reft", "tare", "prefix"])
+def test_every_method_learns_on_qwen_and_loads_again(name, qwen, place, tmp_path):
+    from paddlenlp.transformers import AutoModelForCausalLM
+
+    from ernie35se import peft
+
+    rate = 2e-3 if name == "dislora" else 1e-2  # its logged loss holds the orthogonality's, which grows at first
+    changes = dict(src_length=60, max_length=120, learning_rate=rate, eval_with_do_generation=1, tgt_length=5, **METHODS[name])
+    assert run_finetune.main(words_of(settings(qwen, place / "data", tmp_path, **changes))) == 0
+    found = losses(tmp_path)
+    assert min(found.values()) < found[1] - 0.02
+    model = peft.load(AutoModelForCausalLM.from_pretrained(str(qwen)), tmp_path)
+    model.eval()
+    ids = paddle.to_tensor([[83, 84, 85, 86]])
+    logits = model(input_ids=ids, return_dict=True).logits
+    cached = model(input_ids=ids[:, :3], use_cache=True, return_dict=True).past_key_values
+    positions = paddle.to_tensor([[3]])
+    last = model(input_ids=ids[:, 3:], past_key_values=cached, use_cache=True, position_ids=positions, return_dict=True).logits
+    if name != "reft":  # which edits the prompt's last token, and token 3 is none when it comes after the prompt
+        np.testing.assert_allclose(last[:, -1].numpy(), logits[:, -1].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lora", "prefix"])
+def test_recompute_on_qwen_changes_no_loss(name, qwen, place, tmp_path):
+    for output, recompute in (("off", 0), ("on", 1)):
+        changes = dict(src_length=60, max_length=120, max_steps=3, recompute=recompute, **METHODS[name])
+        assert run_finetune.main(words_of(settings(qwen, place / "data", tmp_path / output, **changes))) == 0
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), abs=1e-5)
