@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Iterator, NamedTuple, Union
+from typing import Callable, Iterator, NamedTuple, Union
 
 import numpy as np
 import paddle
@@ -28,40 +28,51 @@ from paddle import nn
 from paddlenlp.utils.log import logger
 from safetensors.numpy import load_file, save_file
 
-from . import dislora, lokr, lora, prefix, reft, tare, vera
-from .base import Adapter, AdapterConfig, AdapterLinear, refuse_parallel, replace_layer
-from .dislora import DisLoRAConfig
-from .lokr import LoKrConfig
+from . import lora, prefix, reft
+from .base import Adapter, AdapterConfig, AdapterLinear, insert, refuse_parallel, replace_layer
+from .dislora import DisLoRAConfig, DisLoRALinear
+from .lokr import LoKrConfig, LoKrLinear
 from .lora import LoRAConfig
 from .neftune import add_noise
 from .prefix import PrefixConfig
 from .reft import ReFTConfig
-from .tare import TareConfig
-from .vera import VeRAConfig
+from .tare import TareConfig, TareLinear
+from .vera import VeRAConfig, VeRALinear
 
 __all__ = [
     "METHODS", "wrap", "save", "load", "load_state", "merge", "merged", "is_wrapped", "trainable_share", "extra_loss",
-    "after_step", "saved_method", "adapter_state", "add_noise", "AdapterConfig", "LoRAConfig", "VeRAConfig", "LoKrConfig",
+    "after_step", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig", "LoRAConfig", "VeRAConfig", "LoKrConfig",
     "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
 ]  # fmt: skip
 
 
 class Method(NamedTuple):
-    """One row of the registry."""
+    """One row of the registry: what it saves, and how it gets into a model: as layers around linear ones, or by `wrap`.
+
+    Attributes:
+        config: class of its settings.
+        layer: (name, linear layer, config, start) -> AdapterLinear; None for methods of another kind.
+        wrap: (model, config, start) -> None; None where putting in the layers is all.
+    """
 
     config: type[AdapterConfig]
-    wrap: callable  # (model, config, start) -> None
-    merges: bool
+    layer: Callable | None = None
+    wrap: Callable | None = None
+
+    @property
+    def merges(self) -> bool:
+        """Whether the effect of its adapters can be put into the weights."""
+        return self.layer is not None and getattr(self.layer, "mergeable", True)
 
 
 METHODS: dict[str, Method] = {
-    "lora": Method(LoRAConfig, lora.wrap, True),
-    "vera": Method(VeRAConfig, vera.wrap, True),
-    "lokr": Method(LoKrConfig, lokr.wrap, True),
-    "dislora": Method(DisLoRAConfig, dislora.wrap, True),
-    "reft": Method(ReFTConfig, reft.wrap, False),
-    "tare": Method(TareConfig, tare.wrap, False),
-    "prefix": Method(PrefixConfig, prefix.wrap, False),
+    "lora": Method(LoRAConfig, lora.make_layer, lora.wrap),
+    "vera": Method(VeRAConfig, VeRALinear),
+    "lokr": Method(LoKrConfig, LoKrLinear),
+    "dislora": Method(DisLoRAConfig, DisLoRALinear),
+    "tare": Method(TareConfig, TareLinear),
+    "reft": Method(ReFTConfig, wrap=reft.wrap),
+    "prefix": Method(PrefixConfig, wrap=prefix.wrap),
 }
 
 
@@ -83,7 +94,11 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
     refuse_parallel(model, config.name())
     for parameter in model.parameters():
         parameter.stop_gradient = True
-    METHODS[config.method].wrap(model, config, start)
+    method = METHODS[config.method]
+    if method.wrap is not None:
+        method.wrap(model, config, start)
+    else:
+        insert(model, config, method.layer, start)
     model.adapter_config = config
     if start:
         _change_bases(model, -1)
@@ -174,7 +189,7 @@ def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
         names = ", ".join(entry.config.file_name() for entry in METHODS.values())
         raise ValueError(f"{folder}: holds no adapter; expected one of {names}.")
     wrap(model, METHODS[method].config.load(folder), start=False)
-    _set_state(model, _read_state(Path(folder), method))
+    _set_state(model, read_state(Path(folder), method))
     _change_bases(model, -1)
     return model
 
@@ -185,14 +200,15 @@ def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
     Raises:
         ValueError: a folder that holds none of this method, or such as do not fit.
     """
-    state = _read_state(Path(folder), model.adapter_config.method)
+    state = read_state(Path(folder), model.adapter_config.method)
     _check_state(model, state)
     _change_bases(model, 1)
     _set_state(model, state)
     _change_bases(model, -1)
 
 
-def _read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
+def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
+    """Name -> array of the adapters saved in a folder. Raises ValueError where there are none."""
     safe, pickled = (folder / f"{method}_model_state{suffix}" for suffix in (".safetensors", ".pdparams"))
     if safe.is_file():
         return load_file(str(safe))

@@ -264,7 +264,7 @@ def refuse_parallel(model: nn.Layer, what: str) -> None:
         raise NotImplementedError(f"{what} is not made for pipeline parallel; set pipeline_parallel_degree to 1.")
 
 
-def insert(model: nn.Layer, config: AdapterConfig, make_layer) -> None:
-    """Replace every target of `config` by make_layer(name, base)."""
+def insert(model: nn.Layer, config: AdapterConfig, make_layer, start: bool = True) -> None:
+    """Replace every target of `config` by make_layer(name, base, config, start)."""
     for name in find_targets(model, config.target_modules):
-        replace_layer(model, name, make_layer(name, get_layer(model, name)))
+        replace_layer(model, name, make_layer(name, get_layer(model, name), config, start))

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 import paddle
 
-from .base import AdapterConfig, AdapterLinear, insert, top_singular
+from .base import AdapterConfig, AdapterLinear, top_singular
 
 EPSILON = 1e-6
 
@@ -106,8 +106,3 @@ class DisLoRALinear(AdapterLinear):
         chosen = order[: self.config.s_tsd]
         self.dislora_U_tsd.set_value(paddle.to_tensor(left[:, chosen], dtype="float32").astype(self.dislora_U_tsd.dtype))
         self.dislora_V_tsd.set_value(paddle.to_tensor(right[chosen], dtype="float32").astype(self.dislora_V_tsd.dtype))
-
-
-def wrap(model, config: DisLoRAConfig, start: bool = True) -> None:
-    """Put the adapters into the model; see the package's `wrap`."""
-    insert(model, config, lambda name, base: DisLoRALinear(name, base, config, start))

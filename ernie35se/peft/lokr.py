@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import AdapterConfig, AdapterLinear, insert, kaiming_uniform
+from .base import AdapterConfig, AdapterLinear, kaiming_uniform
 
 
 @dataclass
@@ -89,8 +89,3 @@ class LoKrLinear(AdapterLinear):
             x = x @ self.lokr_w2_b.t() @ self.lokr_w2_a.t()  # (..., i1, o2)
         w1 = self.lokr_w1 if self.whole_w1 else self.lokr_w1_a @ self.lokr_w1_b
         return (w1 @ x).flatten(-2) * self.scaling
-
-
-def wrap(model, config: LoKrConfig, start: bool = True) -> None:
-    """Put the adapters into the model; see the package's `wrap`."""
-    insert(model, config, lambda name, base: LoKrLinear(name, base, config, start))

@@ -177,13 +177,21 @@ def _repeated(x, width):
     return (paddle.concat([x] * times, axis=-1) if times > 1 else x)[..., :width]
 
 
+def make_layer(name, base, config: LoRAConfig, start: bool = True) -> AdapterLinear:
+    """The adapter of the kind that the switches ask for, around one linear layer."""
+    return (MoRALinear if config.use_mora else LoRALinear)(name, base, config, start)
+
+
+def prepare(name, base, config: LoRAConfig):
+    """A linear layer as the method wants it: quantised, where QLoRA is asked for."""
+    if not config.weight_quantize_algo:
+        return base
+    return quant.QuantisedLinear(base, config.weight_quantize_algo, config.weight_blocksize, config.weight_double_quant)
+
+
 def wrap(model, config: LoRAConfig, start: bool = True) -> None:
-    """Put the adapters into the model; see the package's `wrap`."""
+    """Put the adapters into the model. QLoRA quantises all linear layers of the blocks, with adapter or without."""
     if config.weight_quantize_algo:
         for name in find_targets(model, None):
-            quantised = quant.QuantisedLinear(
-                get_layer(model, name), config.weight_quantize_algo, config.weight_blocksize, config.weight_double_quant
-            )
-            replace_layer(model, name, quantised)
-    kind = MoRALinear if config.use_mora else LoRALinear
-    insert(model, config, lambda name, base: kind(name, base, config, start))
+            replace_layer(model, name, prepare(name, get_layer(model, name), config))
+    insert(model, config, make_layer, start)

@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from .base import AdapterConfig, AdapterLinear, insert, kaiming_uniform
+from .base import AdapterConfig, AdapterLinear, kaiming_uniform
 
 FFN_OUTPUTS = r".*\.(mlp\.down_proj|self_attn_mlp\.o_proj)"
 
@@ -57,8 +57,3 @@ class TareLinear(AdapterLinear):
         weights = F.softmax(best, axis=-1)  # (..., k)
         weights = (F.one_hot(chosen, scores.shape[-1]).astype(weights.dtype) * weights.unsqueeze(-1)).sum(-2)  # (..., n)
         return h * (weights @ self.tare_a) + weights @ self.tare_b
-
-
-def wrap(model, config: TareConfig, start: bool = True) -> None:
-    """Put the editors into the model; see the package's `wrap`."""
-    insert(model, config, lambda name, base: TareLinear(name, base, config, start))

@@ -16,7 +16,7 @@ from typing import ClassVar, Optional
 import numpy as np
 import paddle
 
-from .base import AdapterConfig, AdapterLinear, generator, insert, top_singular
+from .base import AdapterConfig, AdapterLinear, generator, top_singular
 
 
 @dataclass
@@ -80,8 +80,3 @@ class VeRALinear(AdapterLinear):
 
     def taken_from_base(self):
         return self.vera_A @ self.vera_B_start if self.pissa_init else None
-
-
-def wrap(model, config: VeRAConfig, start: bool = True) -> None:
-    """Put the adapters into the model; see the package's `wrap`."""
-    insert(model, config, lambda name, base: VeRALinear(name, base, config, start))

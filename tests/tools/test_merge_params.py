@@ -1,0 +1,147 @@
+"""The four merge tools: what they write computes what model and adapter compute; mistakes are told."""
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
+from finetune_run import write_base  # noqa: E402
+
+from ernie35se import auto, peft  # noqa: E402, F401
+from ernie35se.peft import DisLoRAConfig, LoKrConfig, LoRAConfig, TareConfig, VeRAConfig  # noqa: E402
+
+ADAPTERS = {
+    "lora": LoRAConfig(r=3, lora_dropout=0.5),
+    "rslora": LoRAConfig(r=64, rslora=True),
+    "pissa": LoRAConfig(r=3, pissa=True),
+    "moslora": LoRAConfig(r=3, lora_use_mixer=True),
+    "linchain": LoRAConfig(r=3, lora_use_mixer=True, mixer_num=2),
+    "mora": LoRAConfig(r=3, use_mora=True),
+    "qlora": LoRAConfig(r=3, weight_quantize_algo="nf4", weight_double_quant=True, target_modules=r".*\.o_proj"),
+    "vera": VeRAConfig(),
+    "vera_pissa": VeRAConfig(r=3, pissa_init=True),
+    "lokr": LoKrConfig(lokr_dim=2, lokr_alpha=3),
+    "dislora": DisLoRAConfig(r=4, s_tsd=2, dash_flag=1),
+}
+
+
+def load_model(folder):
+    from paddlenlp.transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("merge") / "base"
+    write_base(folder)
+    (folder / "training_args.bin").write_text("left by a run")
+    return folder
+
+
+def write_adapter(base, folder, config):
+    model = peft.wrap(load_model(base), config)
+    rng = np.random.default_rng(0)
+    for parameter in model.parameters():
+        if not parameter.stop_gradient:
+            parameter.set_value(parameter + paddle.to_tensor(rng.normal(0, 0.05, parameter.shape).astype("float32")))
+    peft.after_step(model, 1)
+    peft.save(model, folder)
+    (folder / "template.json").write_text("{}")
+    return model
+
+
+def logits_of(model):
+    model.eval()
+    ids = paddle.to_tensor(np.random.default_rng(1).integers(0, 80, (2, 9)))
+    with paddle.no_grad():
+        return model(input_ids=ids, return_dict=True).logits.numpy()
+
+
+def merge(base, adapter, output, *flags, method):
+    tool = importlib.import_module(f"merge_{method}_params")
+    words = ["--model_name_or_path", base, f"--{method}_path", adapter, "--output_path", output, *flags]
+    return tool.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merged_folder_computes_the_same(name, base, tmp_path, capsys):
+    config = ADAPTERS[name]
+    wrapped = write_adapter(base, tmp_path / "adapter", config)
+    merge(base, tmp_path / "adapter", tmp_path / "out", method=config.method)
+    expected, merged = logits_of(wrapped), load_model(tmp_path / "out")
+    np.testing.assert_allclose(logits_of(merged), expected, atol=2e-5)
+    assert np.abs(expected - logits_of(load_model(base))).max() > 1e-3
+    out = capsys.readouterr().out
+    assert "weights merged in float32" in out and "changes logits by up to" in out and "That is more" not in out
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer_config.json", "sentencepiece.bpe.model", "template.json"} <= made
+    assert not {"training_args.bin", f"{config.method}_config.json"} & made
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter", "out"}
+
+
+@pytest.mark.parametrize("safe", ["True", "False"])
+def test_shard_by_shard(safe, base, tmp_path):
+    sharded = tmp_path / "base"
+    model = load_model(base)
+    model.save_pretrained(str(sharded), max_shard_size="20KB", safe_serialization=True)
+    count = len(list(sharded.glob("model-*.safetensors")))
+    assert count > 2
+    wrapped = write_adapter(sharded, tmp_path / "adapter", LoRAConfig(r=3))
+    merge(sharded, tmp_path / "adapter", tmp_path / "out", "--safe_serialization", safe, method="lora")
+    suffix = "safetensors" if safe == "True" else "pdparams"
+    assert len(list((tmp_path / "out").glob(f"*-of-{count:05d}.{suffix}"))) == count
+    np.testing.assert_allclose(logits_of(load_model(tmp_path / "out")), logits_of(wrapped), atol=2e-5)
+
+
+def test_half_precision_weights_keep_their_type(base, tmp_path):
+    from safetensors.paddle import load_file, save_file
+
+    shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("model*"))
+    state = {name: value.astype("bfloat16") for name, value in load_model(base).state_dict().items()}
+    save_file(state, str(tmp_path / "base" / "model.safetensors"), metadata={"format": "np"})
+    write_adapter(base, tmp_path / "adapter", LoRAConfig(r=3))
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "--check", "False", method="lora")
+    before, after = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("base", "out"))
+    key = "ernie.layers.0.self_attn.q_proj.weight"
+    assert set(before) == set(after) and after[key].dtype == paddle.bfloat16
+    adapter = load_file(str(tmp_path / "adapter" / "lora_model_state.safetensors"))
+    a, b = (adapter[key.replace("weight", f"lora_{side}")].numpy() for side in "AB")
+    expected = before[key].astype("float32").numpy() + 2 * a @ b
+    np.testing.assert_allclose(after[key].astype("float32").numpy(), expected, rtol=2**-7, atol=1e-4)
+
+
+def test_mistakes(base, tmp_path):
+    write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
+    write_adapter(base, tmp_path / "tare", TareConfig())
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="holds a lora adapter; expected vera_config.json"):
+        merge(base, tmp_path / "lora", out, method="vera")
+    with pytest.raises(ValueError, match="holds no adapter; expected lora_config.json"):
+        merge(base, tmp_path / "absent", out, method="lora")
+    with pytest.raises(ValueError, match="holds a tare adapter"):
+        merge(base, tmp_path / "tare", out, method="lora")
+    with pytest.raises(ValueError, match="holds no model.safetensors or model_state.pdparams"):
+        merge(tmp_path, tmp_path / "lora", out, method="lora")
+    write_base(tmp_path / "other", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="the base model has no weight ernie.layers"):
+        merge(tmp_path / "other", tmp_path / "lora", out, method="lora")
+    write_base(tmp_path / "wide", hidden_size=48)
+    with pytest.raises(ValueError, match="does not fit the base model's weight"):
+        merge(tmp_path / "wide", tmp_path / "lora", out, method="lora")
+    assert not out.exists() and not list(tmp_path.glob(".tmp*"))
+    out.mkdir()
+    (out / "mine").write_text("")
+    with pytest.raises(ValueError, match="exists already"):
+        merge(base, tmp_path / "lora", out, method="lora")
+    file = tmp_path / "index" / "model.safetensors.index.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match="names model-1.safetensors, which is not there"):
+        merge(file.parent, tmp_path / "lora", tmp_path / "new", method="lora")
