@@ -28,6 +28,10 @@ REQUIREMENTS = [
     "matplotlib>=3.8,<4",
     "tqdm>=4.60,<5",
     "packaging>=22",
+    "jinja2>=3,<4",
+    "safetensors>=0.5,<1",
+    "rouge-score==0.1.2",
+    "sacrebleu>=2.4,<3",
 ]
 EXTRAS = {
     "cpu": ["paddlepaddle==3.3.1"],
