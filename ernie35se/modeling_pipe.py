@@ -216,6 +216,7 @@ class Ernie35ForCausalLMPipe(CheckpointMixin, PipelinePretrainedModel, parallel.
             named = self._parameters_by_name()
             initialise([item for item in named if item[0].startswith("lm_head")], config, self._start_seed)
             initialise([item for item in named if not item[0].startswith("lm_head")], config, trunk_seed)
+            self._synchronize_shared_weights()  # again: a tied copy, where stages were seeded differently
 
     def _add_layers(self, config: Ernie35Config) -> None:
         def add(name, kind, shared=False):

@@ -41,28 +41,13 @@ from paddlenlp.trainer import PdArgumentParser, TrainingArguments
 from paddlenlp.utils.log import logger
 
 from ..data.pretrain import parse_splits
+from .degrees import Degrees, first_fault
 
 LARGEST_COUNT = 2**31 - 1
 REPORTERS = ("visualdl", "tensorboard", "wandb", "autonlp", "all", "none")
 
 # (setting, does this value ask for it?, why it is refused). Whoever honours one deletes its line.
 NOT_YET = (
-    (
-        "tensor_parallel_degree",
-        lambda value: value > 1,
-        "tensor parallelism is not available yet; leave it at 1",
-    ),
-    (
-        "pipeline_parallel_degree",
-        lambda value: value > 1,
-        "pipeline parallelism is not available yet; leave it at 1",
-    ),
-    (
-        "virtual_pp_degree",
-        lambda value: value > 1,
-        "virtual pipeline stages are not available yet; leave it at 1",
-    ),
-    ("sequence_parallel", bool, "sequence parallelism is not available yet; leave it off"),
     ("sep_parallel_degree", lambda value: value > 1, "this model has no segment parallelism"),
     ("context_parallel_degree", lambda value: value > 1, "this model has no context parallelism"),
     ("expert_parallel_degree", lambda value: value > 1, "this model has no experts"),
@@ -75,13 +60,21 @@ NOT_YET = (
     ("distributed_dataloader", bool, "every process reads its own samples; leave it off"),
 )
 
+# What pretraining has and fine-tuning does not, in the same form.
+NOT_YET_IN_FINETUNING = (
+    ("tensor_parallel_degree", lambda value: value > 1, "tensor parallel is for pretraining only; leave it at 1"),
+    ("pipeline_parallel_degree", lambda value: value > 1, "pipeline stages are for pretraining only; leave it at 1"),
+    ("virtual_pp_degree", lambda value: value > 1, "pipeline stages are for pretraining only; leave it at 1"),
+    ("sequence_parallel", bool, "sequence parallel is for pretraining only; leave it off"),
+)
+
 
 class SettingError(ValueError):
     """A setting with a value that cannot be used: `name`, the value seen, and what was expected instead."""
 
     def __init__(self, name: str, value: Any, expected: str):
         super().__init__(f"{name} = {value!r}: {expected}")
-        self.name, self.expected = name, expected
+        self.name, self.value, self.expected = name, value, expected
 
 
 def _setting(default: Any, help: str, **extra: Any):
@@ -125,7 +118,7 @@ class ModelArguments:
         choices=["full", "core_attn"],
     )
     virtual_pp_degree: int = _setting(
-        1, "Virtual stages per pipeline stage. Not available yet: above 1 is refused."
+        1, "Parts that each pipeline stage holds, interleaved with the other stages' (less idle time)."
     )
 
     def __post_init__(self):
@@ -191,6 +184,9 @@ class PretrainArguments(TrainingArguments):
     dry_run: bool = _setting(
         False, "Print settings, parameters, memory, tokens and FLOPs per step and one sample, then stop."
     )
+    dry_run_devices: int = _setting(
+        1, "With dry_run: devices of the run that is described. 1: as many as the parallel degrees ask for."
+    )
     continue_training: bool = _setting(
         False,
         "Start from the weights in model_name_or_path, with the sequence-length warm-up; else from scratch.",
@@ -253,13 +249,10 @@ class PretrainArguments(TrainingArguments):
         "", "`stage1` (optimizer), `stage2` (and gradients) or `stage3` (and weights) split over devices."
     )
     sharding_parallel_degree: int = _setting(-1, "Devices that share one sharded copy; -1: all of them.")
-    tensor_parallel_degree: int = _setting(
-        -1, "Devices that share each layer. Not available yet: above 1 is refused."
-    )
-    pipeline_parallel_degree: int = _setting(-1, "Pipeline stages. Not available yet: above 1 is refused.")
+    tensor_parallel_degree: int = _setting(-1, "Devices that share each layer.")
+    pipeline_parallel_degree: int = _setting(-1, "Pipeline stages, each some of the layers on devices of its own.")
     sequence_parallel: bool = _setting(
-        False,
-        "Split activations along the sequence between tensor-parallel devices. Not available yet: refused.",
+        False, "Split activations along the sequence between the devices of a tensor-parallel group."
     )
 
     def __post_init__(self):
@@ -329,6 +322,36 @@ class PretrainArguments(TrainingArguments):
                 _check_range(self, name, at_least=1, whole=True)
         if self.sharding not in ("", "stage1", "stage2", "stage3"):
             raise SettingError("sharding", self.sharding, "expected stage1, stage2 or stage3, or nothing")
+        _check_range(self, "dry_run_devices", at_least=1, whole=True)
+        self._check_degrees()
+
+    def degrees(self, virtual: int = 1) -> Degrees:
+        """The parallel degrees, 1 where something is off. Before PaddleNLP's step has turned names to options."""
+        stage = self.sharding if isinstance(self.sharding, str) else " ".join(o.value for o in self.sharding)
+        return Degrees(
+            tensor=max(self.tensor_parallel_degree, 1),
+            pipeline=max(self.pipeline_parallel_degree, 1),
+            virtual=virtual,
+            sharding=max(self.sharding_parallel_degree, 1),
+            stage=stage,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def devices(self) -> int:
+        """Processes of the run; those that a dry run describes."""
+        world = paddle.distributed.get_world_size()
+        if world == 1 and self.dry_run:
+            return self.dry_run_devices if self.dry_run_devices > 1 else self.degrees().product
+        return world
+
+    def _check_degrees(self, virtual: int = 1, seq_length: int = 0) -> None:
+        degrees = self.degrees(virtual)
+        if self.devices() == 1 and self.sharding:
+            degrees = degrees._replace(sharding=1)  # accepted, and said to do nothing
+        batch = self.per_device_train_batch_size, self.gradient_accumulation_steps
+        fault = first_fault(degrees, self.devices(), seq_length, *batch)
+        if fault is not None:
+            raise SettingError(*fault)
 
     def _resolve_schedule(self):
         if self.decay_steps is None and self.max_steps > 0:
@@ -413,7 +436,10 @@ def parse_arguments(
         return reconcile(*built)
     except SettingError as error:
         if error.name not in values:
-            raise ValueError(f"{error.name} is not set: {error.expected}") from None
+            seen = f"{error.name} is not set"
+            if type(error.value) in (int, float):
+                seen += f" (and so {error.value})"
+            raise ValueError(f"{seen}: {error.expected}") from None
         source = "command line" if error.name in from_flags else path
         raise ValueError(f"{source}: {error}") from None
     except AssertionError as error:  # PaddleNLP checks some settings by assert
@@ -563,8 +589,8 @@ def _check_range(arguments, name, above=None, at_least=None, below=None, at_most
 
 def _reconcile(model: ModelArguments, data: DataArguments, training: PretrainArguments) -> Settings:
     """Check what spans more than one group, and resolve what one group means for another."""
+    training._check_degrees(model.virtual_pp_degree, data.max_seq_length)
     if not training.dry_run:
-        _refuse_not_yet(model)
         _check_task(data, training)
     changes = {}
     if training.device == "cpu":

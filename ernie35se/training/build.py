@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,9 @@ from paddlenlp.utils.log import logger
 
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
+from .. import parallel
 from ..modeling import Ernie35ForCausalLM
+from ..modeling_pipe import Ernie35ForCausalLMPipe, balanced_stages
 from ..norm import usable_op
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from .arguments import DataArguments, ModelArguments, PretrainArguments
@@ -82,12 +85,31 @@ def load_config(
         "use_recompute": training.recompute,
         "use_recompute_attn": arguments.use_recompute_attn,
         "recompute_granularity": arguments.recompute_granularity,
-        "vocab_size": _vocabulary(config, tokenizer, from_scratch=weights is None),
+        "vocab_size": _vocabulary(config, tokenizer, training.degrees().tensor, from_scratch=weights is None),
         "max_position_embeddings": _positions(config, settings.data.max_seq_length),
     }
     if training.continue_training:
         changes["use_progressive_seq_len"] = True
-    return Ernie35Config.from_dict({**config.to_dict(), **changes})
+    config = Ernie35Config.from_dict({**config.to_dict(), **changes})
+    _set_degrees(config, settings)
+    return config
+
+
+def _set_degrees(config: Ernie35Config, settings: Settings) -> None:
+    """Put the run's parallel degrees into the config, whatever run its file comes from.
+
+    Raises:
+        ValueError: degrees that do not divide this model.
+    """
+    training = settings.training
+    degrees = training.degrees(settings.model.virtual_pp_degree)
+    config.tensor_parallel_degree = degrees.tensor
+    config.tensor_parallel_rank = 0 if training.dry_run else max(training.tensor_parallel_rank, 0)
+    config.sequence_parallel = degrees.sequence_parallel
+    config.virtual_pp_degree = degrees.virtual
+    parallel.check_divides(config, degrees.tensor)
+    if degrees.pipeline > 1:
+        balanced_stages(config, degrees.pipeline * degrees.virtual)
 
 
 def _read_object(path: str) -> dict:
@@ -149,8 +171,10 @@ def has_weights(folder: str) -> bool:
     )
 
 
-def _vocabulary(config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], from_scratch: bool) -> int:
-    """Size of the vocabulary: it holds the tokenizer's; from scratch it is a multiple of 128."""
+def _vocabulary(
+    config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], tensor: int, from_scratch: bool
+) -> int:
+    """Size of the vocabulary: it holds the tokenizer's; from scratch it is a multiple of 128 and of `tensor`."""
     pieces = len(tokenizer) if tokenizer is not None else 0
     if not from_scratch:
         if pieces > config.vocab_size:
@@ -161,10 +185,11 @@ def _vocabulary(config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], fr
             )
         return config.vocab_size
     wanted = max(config.vocab_size, pieces)
-    rounded = -(-wanted // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)  # tensor-parallel ranks share it evenly
+    rounded = -(-wanted // multiple) * multiple
     if rounded != config.vocab_size:
         logger.info(
-            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {VOCABULARY_MULTIPLE} that holds "
+            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {multiple} that holds "
             f"the config's vocabulary and the tokenizer's {pieces} tokens."
         )
     return rounded
@@ -270,11 +295,13 @@ def build_model(
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
         dtype = "bfloat16" if training.bf16 else "float16"
+    kind = Ernie35ForCausalLMPipe if training.pipeline_parallel_degree > 1 else Ernie35ForCausalLM
+    paddle.seed(training.seed)  # the same on all ranks, so that they hold parts of one model
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
         if weights is None:
-            return Ernie35ForCausalLM.from_config(config, dtype=dtype)
+            return kind.from_config(config, dtype=dtype)
         logger.info(f"Weights come from {weights}.")
-        return Ernie35ForCausalLM.from_pretrained(weights, config=config, dtype=dtype)
+        return kind.from_pretrained(weights, config=config, dtype=dtype)
 
 
 # ---------------------------------------------------------------- output folder and estimate
@@ -320,21 +347,19 @@ def check_checkpoint(training: PretrainArguments) -> None:
 
 
 def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
-    """How the run uses devices, for the estimate. Without a launcher: as many as the degrees ask for."""
+    """How the run uses devices, for the estimate."""
     data, training = settings.data, settings.training
-    tensor, pipeline = max(training.tensor_parallel_degree, 1), max(training.pipeline_parallel_degree, 1)
-    world = paddle.distributed.get_world_size()
-    sharding = 1
-    if training.sharding:
-        sharding = training.sharding_parallel_degree
-        sharding = max(world // (tensor * pipeline), 1) if sharding == -1 else sharding
+    tensor, pipeline, virtual, sharding, stage, _ = training.degrees(settings.model.virtual_pp_degree)
+    devices = training.devices()
+    if stage and training.sharding_parallel_degree == -1:
+        sharding = max(devices // (tensor * pipeline), 1)
     half = "bfloat16" if training.bf16 else "float16"
     return Plan(
         seq_length=data.max_seq_length,
         micro_batch=training.per_device_train_batch_size,
         accumulation=training.gradient_accumulation_steps,
-        data_parallel=max(world // (tensor * pipeline * sharding), 1),
-        sharding_stage=int(training.sharding[-1]) if training.sharding else 0,
+        data_parallel=max(devices // (tensor * pipeline * sharding), 1),
+        sharding_stage=int(stage[-1]) if stage else 0,
         sharding_degree=sharding,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,

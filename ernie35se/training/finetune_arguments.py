@@ -16,6 +16,7 @@ from ..peft.quant import ALGORITHMS
 from ..peft.reft import ACTIVATIONS, INTERVENTIONS
 from .arguments import (
     NOT_YET,
+    NOT_YET_IN_FINETUNING,
     PretrainArguments,
     SettingError,
     _check_choices,
@@ -300,7 +301,7 @@ def _reconcile(model, data, training) -> FinetuneSettings:
         raise SettingError("dataset_name_or_path", None, "expected a folder or file of records, or a task_name")
     looks_only = training.dry_run or data.preview_data
     if not looks_only:
-        for name, asked, reason in NOT_YET:
+        for name, asked, reason in NOT_YET + NOT_YET_IN_FINETUNING:
             if hasattr(training, name) and asked(getattr(training, name)):
                 raise SettingError(name, getattr(training, name), reason)
         if not (training.do_train or training.do_eval):

@@ -98,6 +98,17 @@ class PretrainTrainer(ResumableTrainer):
         if num_batches and num_batches > 0:
             wanted = num_batches * args.per_device_eval_batch_size * args.dataset_world_size
             dataset = paddle.io.Subset(dataset, range(min(wanted, len(dataset))))
+        if args.pipeline_parallel_degree > 1:  # stages take whole batches only
+            batch = args.per_device_eval_batch_size * args.dataset_world_size
+            left_over = len(dataset) % batch
+            if left_over == len(dataset):
+                raise ValueError(
+                    f"{name} has {len(dataset)} samples; pipeline stages measure whole batches of {batch} only "
+                    "(per_device_train_batch_size x gradient_accumulation_steps x data ranks)."
+                )
+            if left_over:
+                logger.warning(f"{name}: the last {left_over} samples fill no batch of {batch}; not measured.")
+            dataset = paddle.io.Subset(dataset, range(len(dataset) - left_over))
         sampler = self._get_eval_sampler(dataset)
         return DataLoader(dataset, sampler, self.data_collator, args.dataloader_num_workers)
 

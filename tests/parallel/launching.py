@@ -16,7 +16,7 @@ def environment() -> dict[str, str]:
     """This process's, without what would send Paddle to GPUs or into another job."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_selected"))}
     kept.pop("CUDA_VISIBLE_DEVICES", None)
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "training"), str(HERE)]
+    paths = [str(ROOT), str(ROOT / "tests"), str(HERE), str(HERE / "in_workers")]
     threads = {"OMP_NUM_THREADS": "1", "KMP_BLOCKTIME": "0"}
     return {**kept, **threads, "PYTHONPATH": os.pathsep.join(paths + [kept.get("PYTHONPATH", "")])}
 

@@ -133,10 +133,10 @@ def test_spellings_of_booleans(words, expected):
     (["--save_total_limit", "0"], ["save_total_limit"]), (["--scale_loss", "0"], ["scale_loss"]),
     (["--fp16", "--bf16"], ["fp16 and bf16"]), (["--fp16_opt_level", "O2"], ["O2 needs bf16 or fp16"]),
     (["--device", "tpu"], ["device = 'tpu'", "cpu or gpu"]), (["--sharding", "stage4"], ["sharding", "stage3"]),
-    (["--tensor_parallel_degree", "2"], ["tensor_parallel_degree = 2", "not available yet"]),
-    (["--pipeline_parallel_degree", "2"], ["pipeline_parallel_degree = 2", "not available yet"]),
-    (["--virtual_pp_degree", "2"], ["virtual_pp_degree = 2", "not available yet"]),
-    (["--sequence_parallel"], ["sequence_parallel", "not available yet"]),
+    (["--tensor_parallel_degree", "2"], ["tensor_parallel_degree = 2", "this is a single process"]),
+    (["--pipeline_parallel_degree", "2"], ["pipeline_parallel_degree = 2", "this is a single process"]),
+    (["--virtual_pp_degree", "2"], ["virtual_pp_degree = 2", "no stages to interleave"]),
+    (["--sequence_parallel"], ["sequence_parallel", "tensor_parallel_degree is 1"]),
     (["--to_static"], ["to_static"]), (["--input_dir", " "], ["input_dir"]),
 ])  # fmt: skip
 def test_refusals_on_the_command_line(words, parts):
@@ -224,16 +224,21 @@ def test_sharding_in_one_process_is_accepted_and_said_to_do_nothing(said):
     assert len(said) == 1 and "does nothing in a single process" in said[0]
 
 
-def test_a_dry_run_takes_what_a_run_cannot_do_yet():
+def test_a_dry_run_describes_many_devices_from_one_process():
     model, _, training = parse_pretrain_arguments(
         ["--dry_run", "--tensor_parallel_degree", "4", "--pipeline_parallel_degree", "2", "--virtual_pp_degree", "2",
-         "--sequence_parallel", "--use_fused_ln", "--sharding", "stage1", "--device", "gpu", "--bf16"])  # fmt: skip
+         "--gradient_accumulation_steps", "4", "--dry_run_devices", "64", "--sequence_parallel", "--use_fused_ln", "--sharding", "stage1", "--device", "gpu", "--bf16"])  # fmt: skip
     assert (training.tensor_parallel_degree, training.pipeline_parallel_degree, model.virtual_pp_degree) == (
         4,
         2,
         2,
     )
     assert (training.sharding, training.bf16, model.use_fused_ln) == ("stage1", True, True)
+    assert training.devices() == 64
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is not set .and so 1.: .* a multiple of .* 2"):
+        parse_pretrain_arguments(["--dry_run", "--pipeline_parallel_degree", "2", "--virtual_pp_degree", "2"])
+    with pytest.raises(ValueError, match="= 6 devices do not divide the 64"):
+        parse_pretrain_arguments(["--dry_run", "--dry_run_devices", "64", "--tensor_parallel_degree", "6"])
 
 
 def test_paddlenlps_other_settings_pass_through():
