@@ -29,8 +29,10 @@ step() {
 
 make_venv
 cd "$root"
-settings=(configs/pretrain/demo_cpu.json --input_dir "$demo/corpus" --tokenizer_name_or_path "$demo/tokenizer"
-    --output_dir "$demo/model" "$@")
+data=(--input_dir "$demo/corpus" --tokenizer_name_or_path "$demo/tokenizer")
+settings=(configs/pretrain/demo_cpu.json "${data[@]}" --output_dir "$demo/model" "$@")
+# At import, Paddle warns of a missing ccache, and PaddleNLP of distutils: nothing that a user can mend.
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 SECONDS=0
 
 step "$demo/corpus.jsonl" "collecting text" \
@@ -43,6 +45,7 @@ step "$demo/corpus_idx.npz" "writing token files" \
     --tokenizer_name_or_path "$demo/tokenizer" --output_prefix "$demo/corpus"
 step "$demo/model/eval_results.json" "pretraining and evaluating" \
     "$python" scripts/run_pretrain.py "${settings[@]}"
+
 say "comparing the held-out loss with a unigram model's"
 "$python" tools/unigram_baseline.py "${settings[@]}" | tee "$demo/held_out_loss.txt"
 
@@ -55,9 +58,10 @@ Commands to try next, in $root after: source .venv/bin/activate
   python tools/inspect_data.py $demo/corpus --tokenizer_name_or_path $demo/tokenizer
   # settings, memory, FLOPs and a sample of a larger run, without running it
   python scripts/run_pretrain.py configs/pretrain/demo_cpu.json --model_name_or_path ernie/tiny-random-ernie \\
-      --input_dir $demo/corpus --output_dir output/tiny --dry_run
+      ${data[*]} --output_dir output/tiny --dry_run
   # longer, into another folder
-  python scripts/run_pretrain.py ${settings[*]} --max_steps 2000 --output_dir $demo/longer
+  python scripts/run_pretrain.py configs/pretrain/demo_cpu.json \\
+      ${data[*]} --output_dir $demo/longer --max_steps 2000
   # logs in a browser
   visualdl --logdir $demo/model/runs
   # all tests
