@@ -153,6 +153,26 @@ esac
     assert done.returncode == 1 and "holds Python 3.9.18" in done.stderr and "remove that folder" in done.stderr
 
 
+# ------------------------------------------------------------------------------------------------------ demo.sh
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".venv" / "installed").exists() or Path(sys.prefix) != ROOT / ".venv",
+    reason="the demo would install .venv: run the tests with scripts/test.sh",
+)
+def test_the_demo_runs_and_a_second_run_reuses_everything(tmp_path):
+    flags = ["--max_steps", "2", "--eval_steps", "2", "--save_steps", "2", "--eval_iters", "1"]
+    first = bash(str(ROOT / "scripts" / "demo.sh"), *flags, cwd=tmp_path, ERNIE35SE_DEMO_DIR="my demo")
+    assert first.returncode == 0, first.stderr
+    model = tmp_path / "my demo" / "model"
+    assert (model / "curves.png").read_bytes().startswith(b"\x89PNG")
+    unigram, trained = (line for line in first.stdout.splitlines() if "nats per token" in line)
+    assert "Unigram model:" in unigram and "The trained model:" in trained and "inspect_data.py" in first.stdout
+    second = bash(str(ROOT / "scripts" / "demo.sh"), *flags, cwd=tmp_path, ERNIE35SE_DEMO_DIR="my demo")
+    assert second.returncode == 0 and second.stdout.count(": reusing ") == 4
+    assert unigram in second.stdout and trained in second.stdout
+
+
 # -------------------------------------------------------------------------------------------------- the launcher
 
 
