@@ -15,104 +15,255 @@ here) for padding, even in the middle of a prompt.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from typing import Iterator, NamedTuple
 
 import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddlenlp.generation.configuration_utils import DEFAULT_MAX_NEW_TOKENS
 
+from .attention import choose_core, prepare_mask
 from .positions import position_interval
+from .rope import rope_tables
+
+HIDDEN = -1e9  # additive mask: lost beside any score
 
 
 class KVCache:
-    """Keys and values of one attention layer, (B, S, H, D), written in place into buffers for `capacity` tokens."""
+    """Keys and values of one attention layer, (B, H, S, D), written in place into buffers that hold the whole request.
+
+    Attention reads the buffers as they are, without a copy; columns that are not written yet are masked. So that a request
+    with much room left does not pay for it at every step, buffers start smaller than `capacity` and grow by a quarter.
+    """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self.length = 0
+        self.length = self.room = 0  # columns written, columns there
         self._key = self._value = None
 
     def append(self, key: paddle.Tensor, value: paddle.Tensor):
-        """Add (B, T, H, D) each; returns all keys and values so far, (B, S, H, D)."""
+        """Add T tokens, (B, T, H, D) each. Returns what these tokens may look at: themselves while the cache was empty,
+        else the buffers, (B, H, room, D)."""
         start, stop = self.length, self.length + key.shape[1]
         assert stop <= self.capacity, f"{stop} tokens, room for {self.capacity}"
-        if self._key is None:
-            shape = [key.shape[0], self.capacity, *key.shape[2:]]
-            self._key, self._value = paddle.zeros(shape, key.dtype), paddle.zeros(shape, value.dtype)
-        self._key[:, start:stop].copy_(key, True)
-        self._value[:, start:stop].copy_(value, True)
+        if stop > self.room:
+            self._grow(stop, key)
+        self._key[:, :, start:stop].copy_(key.transpose([0, 2, 1, 3]), True)
+        self._value[:, :, start:stop].copy_(value.transpose([0, 2, 1, 3]), True)
         self.length = stop
-        return self._key[:, :stop], self._value[:, :stop]
+        return (self._key, self._value) if start else (key, value)
 
     def select(self, rows: paddle.Tensor) -> None:
         """Keep these rows, in this order; a row may be kept more than once (beams)."""
         if self._key is not None:
             self._key, self._value = self._key.index_select(rows), self._value.index_select(rows)
 
+    def room_for(self, needed: int) -> int:
+        """Columns that the buffers will have once `needed` are written."""
+        if needed <= self.room:
+            return self.room
+        return min(self.capacity, (needed + needed // 4 + 63) // 64 * 64)
+
+    def _grow(self, needed: int, like: paddle.Tensor) -> None:
+        batch, _, heads, head_dim = like.shape
+        self.room = self.room_for(needed)
+        buffers = []
+        for old in (self._key, self._value):
+            new = paddle.zeros([batch, heads, self.room, head_dim], like.dtype)
+            if old is not None:
+                new[:, :, : self.length].copy_(old[:, :, : self.length], True)
+            buffers.append(new)
+        self._key, self._value = buffers
+
+
+class BlockInputs(NamedTuple):
+    """What the blocks share, field by field that of modeling.AttentionInputs, which stands above this module."""
+
+    batch: int
+    core: callable
+    cos: paddle.Tensor
+    sin: paddle.Tensor
+    mask: paddle.Tensor | None
+    use_cache: bool = False
+    need_weights: bool = False
+    recompute_core: bool = False
+
 
 class Request:
-    """The rows that are being decoded: their tokens, positions and cache."""
+    """The rows that are being decoded: tokens and positions, on the host. The arrays are as wide as the request can get."""
 
-    def __init__(self, model, input_ids, attention_mask, position_ids, max_new_tokens: int, use_cache: bool):
-        config = model.config
-        self.model = model
-        self.use_cache = use_cache
-        self.input_ids = input_ids  # (B, S): prompt, then what was generated
+    def __init__(self, config, input_ids, attention_mask, position_ids, max_new_tokens: int, interval: int | None):
+        batch, self.length = input_ids.shape
+        width = self.length + max_new_tokens
         real = np.ones(input_ids.shape, dtype=np.int64) if attention_mask is None else attention_mask.numpy().astype(np.int64)
         _check_left_padded(real, input_ids.shape)
-        self.mask = None if real.all() else paddle.to_tensor(real)  # (B, S)
-        counts = real.sum(-1, keepdims=True)  # (B, 1)
+        self.ids = np.zeros((batch, width), dtype=np.int64)  # prompt, then what was generated
+        self.ids[:, : self.length] = input_ids.numpy()
+        self.padding = self.length - real.sum(-1)  # (B,): columns in front of each row's first token
+        order = np.maximum(np.arange(1, width + 1) - self.padding[:, None], 0)  # (B, width): 1, 2, ... from the first token
         if position_ids is None:
-            table, spaced = config.max_position_embeddings, config.enable_random_position_ids
-            fits = [position_interval(int(n) + max_new_tokens, table) for n in counts[:, 0]]  # refuses what does not fit
-            step = np.array(fits)[:, None] if spaced else np.ones_like(counts)
-            where = np.maximum(real.cumsum(-1) * step - 1, 0)
+            step = self._steps(config, max_new_tokens, interval)[:, None]
+            self.positions = np.maximum(order * step - 1, 0)
         else:
-            where = np.broadcast_to(position_ids.numpy(), input_ids.shape).astype(np.int64)
-            step = where[:, -1:] - where[:, -2:-1] if where.shape[1] > 1 else np.ones_like(counts)
-            step = np.where(counts > 1, np.maximum(step, 1), 1)
-        self.position_ids = paddle.to_tensor(where)  # (B, S)
-        self.step = paddle.to_tensor(step.astype(np.int64))  # (B, 1): distance of neighbouring positions
-        capacity = input_ids.shape[1] + max_new_tokens
-        self.cache = [KVCache(capacity) for _ in range(config.num_hidden_layers)] if use_cache else None
+            self.positions = self._continued(np.broadcast_to(position_ids.numpy(), input_ids.shape), width)
+            last, table = int(self.positions.max()), config.max_position_embeddings
+            if last >= table:
+                raise ValueError(f"position_ids that go on to {last} leave the model's table of {table} positions.")
+        self.tokens = input_ids  # those that the model has not seen yet
+
+    def _steps(self, config, max_new_tokens, interval) -> np.ndarray:
+        """(B,): distance of neighbouring positions in each row."""
+        counts, table = self.length - self.padding + max_new_tokens, config.max_position_embeddings
+        fitting = [position_interval(int(n), table) for n in counts]  # refuses what does not fit
+        if interval is None:
+            return np.array(fitting if config.enable_random_position_ids else [1] * len(counts))
+        if interval < 1 or int(counts.max()) * interval > table:
+            raise ValueError(
+                f"position_interval {interval} x {int(counts.max())} tokens does not fit into the model's {table} positions."
+            )
+        return np.full(len(counts), interval)
+
+    def _continued(self, given: np.ndarray, width: int) -> np.ndarray:
+        """Given positions, which go on at the distance of each row's last two."""
+        several = (self.length - self.padding) > 1
+        step = np.maximum(given[:, -1] - given[:, -2], 1) if self.length > 1 else 1
+        step = np.where(several, step, 1)[:, None]  # (B, 1)
+        more = np.arange(1, width - self.length + 1)
+        return np.concatenate([given, given[:, -1:] + step * more], axis=1)
 
     @property
     def num_rows(self) -> int:
-        return self.input_ids.shape[0]
+        return len(self.ids)
+
+    @property
+    def mask(self) -> paddle.Tensor | None:
+        """(B, S), 1 for real tokens; None where all are."""
+        if not self.padding.any():
+            return None
+        return paddle.to_tensor((np.arange(self.length) >= self.padding[:, None]).astype(np.int64))
 
     def row_tokens(self, row: int) -> paddle.Tensor:
         """(1, n): prompt and generated tokens of one row, without padding."""
-        ids = self.input_ids[row : row + 1]
-        return ids if self.mask is None else ids[:, int((self.mask[row] == 0).sum()) :]
+        return paddle.to_tensor(self.ids[row : row + 1, self.padding[row] : self.length])
 
-    def logits(self) -> paddle.Tensor:
-        """Scores of each row's next token, float32 (B, V)."""
-        seen = self.cache[0].length if self.use_cache else 0
-        hidden = self.model.ernie(
-            input_ids=self.input_ids[:, seen:],
-            position_ids=self.position_ids[:, seen:],
-            attention_mask=self.mask,
-            past_key_values=self.cache,
-            use_cache=self.use_cache,
-        ).last_hidden_state
-        return self.model.lm_logits(hidden[:, -1:])[:, 0].astype("float32")
+    def all_tokens(self) -> paddle.Tensor:
+        """(B, S): prompts, padded on the left, and generated tokens."""
+        return paddle.to_tensor(self.ids[:, : self.length])
 
     def append(self, tokens: paddle.Tensor) -> None:
         """Add one token, (B, 1), to each row."""
-        self.input_ids = paddle.concat([self.input_ids, tokens], axis=1)
-        self.position_ids = paddle.concat([self.position_ids, self.position_ids[:, -1:] + self.step], axis=1)
-        if self.mask is not None:
-            self.mask = paddle.concat([self.mask, paddle.ones_like(tokens)], axis=1)
+        self.ids[:, self.length] = tokens.numpy()[:, 0]
+        self.length += 1
+        self.tokens = tokens
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order."""
+        self.ids, self.padding, self.positions = self.ids[rows], self.padding[rows], self.positions[rows]
+        self.tokens = self.tokens.index_select(paddle.to_tensor(rows, dtype="int64"))
+
+
+class InPlaceForward:
+    """The quick way through the model: blocks called one by one, on caches written in place.
+
+    Rotation tables are made once, for all of the request's positions; the mask grows with the cache and changes by one
+    column a step. Behind the last layer with attention only the last position goes on.
+    """
+
+    def __init__(self, model, request: Request):
+        self.model, config = model, model.config
+        layers, capacity = config.num_hidden_layers, request.ids.shape[1]
+        self.caches = [KVCache(capacity) for _ in range(layers)]
+        self.last_attention = layers - 2 if config.parallel_attn_hatf else layers - 1
+        alike = (request.positions == request.positions[:1]).all()
+        where = paddle.to_tensor(request.positions[: 1 if alike else None])
+        self.cos, self.sin = rope_tables(where, config.head_dim)  # (B or 1, capacity, 1, D/2)
+        self.mask = None  # (B or 1, 1, 1, room): of a step
+
+    def logits(self, request: Request) -> paddle.Tensor:
+        """Scores of each row's next token, (B, V)."""
+        trunk, tokens, stop = self.model.ernie, request.tokens, request.length
+        first = self.caches[0].length == 0
+        core, mask = self._prefill_core(request) if first else (attend_to_cache, self._step_mask(request))
+        span = slice(stop - tokens.shape[1], stop)
+        shared = BlockInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
+        x = trunk.embed_tokens(tokens)  # (B, T, C)
+        for number, (block, cache) in enumerate(zip(trunk.layers, self.caches)):
+            x, _, _ = block(x, cache, shared)
+            if number == self.last_attention:
+                x = x[:, -1:]
+        return self.model.lm_logits(trunk.norm(x))[:, 0]
 
     def select(self, rows: list[int]) -> None:
         """Keep these rows, in this order."""
         index = paddle.to_tensor(rows, dtype="int64")
-        self.input_ids, self.position_ids = self.input_ids.index_select(index), self.position_ids.index_select(index)
-        self.step = self.step.index_select(index)
-        self.mask = None if self.mask is None else self.mask.index_select(index)
-        for layer in self.cache or []:
-            layer.select(index)
+        for cache in self.caches:
+            cache.select(index)
+        if self.cos.shape[0] > 1:
+            self.cos, self.sin = self.cos.index_select(index), self.sin.index_select(index)
+        self.mask = None
+
+    def _prefill_core(self, request: Request):
+        core = choose_core(self.model.config)
+        return core, prepare_mask(core, request.mask, request.length, request.length)
+
+    def _step_mask(self, request: Request) -> paddle.Tensor:
+        """Additive: hides padding and the columns of the buffers that are not written yet."""
+        cache, stop = self.caches[0], request.length
+        if self.mask is None or stop > cache.room:
+            room = cache.room_for(stop)
+            columns = np.arange(room)
+            padding = request.padding if request.padding.any() else request.padding[:1]
+            hidden = (columns < padding[:, None]) | (columns >= stop)  # (B or 1, room)
+            self.mask = paddle.to_tensor(np.where(hidden, HIDDEN, 0.0).astype("float32")[:, None, None])
+        else:
+            self.mask[:, :, :, stop - 1].zero_()
+        return self.mask
+
+
+class WholeForward:
+    """The model's own forward, for models whose blocks are watched by hooks (prefix tuning, ReFT) and for `use_cache=False`."""
+
+    def __init__(self, model, request: Request, use_cache: bool):
+        self.model, self.use_cache = model, use_cache
+        self.past = None
+
+    def logits(self, request: Request) -> paddle.Tensor:
+        """Scores of each row's next token, (B, V)."""
+        start = request.length - request.tokens.shape[1] if self.use_cache else 0
+        output = self.model(
+            input_ids=paddle.to_tensor(request.ids[:, start : request.length]),
+            position_ids=paddle.to_tensor(request.positions[:, start : request.length]),
+            attention_mask=request.mask,
+            past_key_values=self.past,
+            use_cache=self.use_cache,
+            return_dict=True,
+        )
+        self.past = output.past_key_values
+        return output.logits[:, -1]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order."""
+        if self.past is not None:
+            index = paddle.to_tensor(rows, dtype="int64")
+            self.past = tuple(tuple(part.index_select(index) for part in layer) for layer in self.past)
+
+
+def attend_to_cache(query, key, value, mask, need_weights=False):
+    """Attention core of one new token: query (B, 1, H, D), a cache's key and value (B, H, S, D); nothing is transposed."""
+    batch, _, heads, head_dim = query.shape
+    scores = paddle.matmul(query.reshape([batch, heads, 1, head_dim]) * head_dim**-0.5, key, transpose_y=True)
+    weights = F.softmax(scores.astype("float32") + mask, axis=-1).astype(value.dtype)  # (B, H, 1, S)
+    return paddle.matmul(weights, value).reshape([batch, 1, heads, head_dim]), None
+
+
+def choose_forward(model, request: Request, use_cache: bool):
+    """The quick way where nothing watches the model, else its own forward."""
+    watched = any(layer._forward_pre_hooks or layer._forward_post_hooks for layer in (model, model.ernie, *model.ernie.layers))
+    if watched or not use_cache or model.config.sequence_parallel:
+        return WholeForward(model, request, use_cache)
+    return InPlaceForward(model, request)
 
 
 class Ernie35GenerationMixin:
@@ -121,7 +272,6 @@ class Ernie35GenerationMixin:
     def can_generate(self) -> bool:
         return True
 
-    @paddle.no_grad()
     def generate(
         self, input_ids=None, generation_config=None, stopping_criteria=None, streamer=None, synced_gpus=None, **kwargs
     ):
@@ -135,6 +285,7 @@ class Ernie35GenerationMixin:
             stopping_criteria: called with the unfinished rows' (ids, scores) after each token; true ends generation.
             streamer: its `put` gets each step's tokens, (B,), pad for ended rows; not with beam search.
             attention_mask: (B, T), 0 for padding. Without it every token counts.
+            position_interval: distance of neighbouring positions, the same for all rows. Without it each row's own.
             position_ids: (B, T). Without it positions are spaced as the model was trained (design of positions.py); with
                 it, new tokens go on at the distance of the row's last two.
 
@@ -146,28 +297,54 @@ class Ernie35GenerationMixin:
             ValueError: more tokens than positions, before anything is computed; a setting that does not exist.
         """
         settings, inputs = self._generation_settings(generation_config, kwargs)
-        input_ids = inputs.pop("input_ids", input_ids)
+        request = self._request(input_ids, settings, inputs)
+        extra = inputs.get("logits_processors")
+        if settings.decode_strategy == "beam_search":
+            with _eval_mode(self):
+                return self._beam_search(request, settings, extra)
+        return self._decode(request, settings, extra, stopping_criteria, streamer)
+
+    def generate_steps(self, input_ids=None, generation_config=None, **kwargs) -> Iterator[dict[int, int]]:
+        """`generate` by greedy search or sampling, one step at a time: yields {row: new token} of the rows that go on, until
+        all have ended. Rows that are sent in (`steps.send({2})`) end with the token just seen.
+
+        Arguments and errors as in `generate`; the errors come before the first step.
+        """
+        settings, inputs = self._generation_settings(generation_config, kwargs)
+        if settings.decode_strategy == "beam_search" or settings.num_return_sequences > 1:
+            raise ValueError("beam search and several answers a prompt have no tokens to show before the end; use generate().")
+        request = self._request(input_ids, settings, inputs)
+        return self._bare_steps(request, settings, inputs.get("logits_processors"))
+
+    def _bare_steps(self, request, settings, extra_processors):
+        steps, dropped = self._steps(request, settings, extra_processors), None
+        while True:
+            try:
+                step = steps.send(dropped)
+            except StopIteration:
+                return
+            dropped = yield {row: token for row, token, _ in step}
+
+    def _request(self, input_ids, settings, inputs) -> Request:
+        """The rows, checked before anything is computed."""
+        input_ids = inputs.get("input_ids", input_ids)
         if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
             seen = None if input_ids is None else input_ids.shape
             raise ValueError(f"generate() needs input_ids of shape (batch, tokens), at least one each; got {seen}.")
-        was_training = self.training
-        self.eval()
-        try:
-            request = Request(
-                self, input_ids, inputs.get("attention_mask"), inputs.get("position_ids"), settings.max_new_tokens, settings.use_cache
-            )
-            if settings.decode_strategy == "beam_search":
-                return self._beam_search(request, settings, inputs.get("logits_processors"))
-            return self._decode(request, settings, inputs.get("logits_processors"), stopping_criteria, streamer)
-        finally:
-            if was_training:
-                self.train()
+        return Request(
+            self.config,
+            input_ids,
+            inputs.get("attention_mask"),
+            inputs.get("position_ids"),
+            settings.max_new_tokens,
+            inputs.get("position_interval"),
+        )
 
     def _generation_settings(self, generation_config, kwargs):
         """(settings, what is left: the inputs); the model's ids where the settings have none."""
         settings = copy.deepcopy(generation_config or self.generation_config)
         inputs = settings.update(**kwargs)
-        unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids", "logits_processors"}
+        unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids", "position_interval", "logits_processors"}
         if unknown:
             raise ValueError(f"generate() does not know {', '.join(sorted(unknown))}.")
         if settings.max_length and settings.max_new_tokens == DEFAULT_MAX_NEW_TOKENS:  # its old name
@@ -181,48 +358,59 @@ class Ernie35GenerationMixin:
         return settings, inputs
 
     def _decode(self, request, settings, extra_processors, stopping_criteria, streamer):
-        """Greedy search and sampling."""
+        """Greedy search and sampling, to the end."""
         request.select([row for row in range(request.num_rows) for _ in range(settings.num_return_sequences)])
-        ends = _end_ids(settings)
         answers, scores = [[] for _ in range(request.num_rows)], [0.0] * request.num_rows
-        rows = list(range(request.num_rows))  # which answer each row of the request belongs to
-        processors = self._processors(request, settings, extra_processors)
-        for _ in range(settings.max_new_tokens):
-            logits = _processed(request, rows, request.logits(), processors)
-            if settings.decode_strategy == "greedy_search":
-                tokens = logits.argmax(-1, keepdim=True)
-            else:
-                tokens = sample(logits, settings.temperature, settings.top_k, settings.top_p)
-            tokens = self.agreed(tokens)
-            log_p = (logits.take_along_axis(tokens, 1) - logits.logsumexp(-1, keepdim=True)).flatten().tolist()
-            request.append(tokens)
+        for step in self._steps(request, settings, extra_processors):
             shown = [settings.pad_token_id] * len(answers)
-            for row, token, score in zip(rows, tokens.flatten().tolist(), log_p):
+            for row, token, score in step:
                 answers[row].append(token)
                 scores[row] += score
                 shown[row] = token
             if streamer is not None:
                 streamer.put(paddle.to_tensor(shown))
-            going_on = [i for i, row in enumerate(rows) if answers[row][-1] not in ends]
-            if len(going_on) < len(rows):
-                rows = [rows[i] for i in going_on]
-                if rows:
-                    request.select(going_on)
-            if not rows or (stopping_criteria and stopping_criteria(request.input_ids, None)):
+            if stopping_criteria and stopping_criteria(request.all_tokens(), None):
                 break
         if streamer is not None:
             streamer.end()
         means = [score / max(len(answer), 1) for score, answer in zip(scores, answers)]
         return _padded(answers, settings.pad_token_id), paddle.to_tensor(means, dtype="float32").unsqueeze(-1)
 
+    def _steps(self, request, settings, extra_processors):
+        """Yields [(row, token, its log probability)] of the unfinished rows after each token; rows sent in end there."""
+        ends, rows = _end_ids(settings), list(range(request.num_rows))  # rows: whose each row of the request is
+        forward = choose_forward(self, request, settings.use_cache)
+        processors = self._processors(request, settings, extra_processors)
+        for _ in range(settings.max_new_tokens):
+            with _eval_mode(self):
+                logits = _processed(request, rows, forward.logits(request).astype("float32"), processors)
+                if settings.decode_strategy == "greedy_search":
+                    tokens = logits.argmax(-1, keepdim=True)
+                else:
+                    tokens = sample(logits, settings.temperature, settings.top_k, settings.top_p)
+                tokens = self.agreed(tokens)
+                log_p = (logits.take_along_axis(tokens, 1) - logits.logsumexp(-1, keepdim=True)).flatten().tolist()
+                request.append(tokens)
+            step = list(zip(rows, request.ids[:, request.length - 1].tolist(), log_p))
+            dropped = (yield step) or ()
+            going_on = [i for i, (row, token, _) in enumerate(step) if token not in ends and row not in dropped]
+            if not going_on:
+                return
+            if len(going_on) < len(rows):
+                rows = [rows[i] for i in going_on]
+                request.select(going_on)
+                forward.select(going_on)
+
     def _beam_search(self, request, settings, extra_processors):
         """Beams of each row, kept apart from the other rows' (Graves 2012; scores as in GNMT, Wu et al. 2016)."""
         width, ends = settings.num_beams, _end_ids(settings)
         searches = [BeamRow(width, settings, ends) for _ in range(request.num_rows)]
+        forward = choose_forward(self, request, settings.use_cache)
         processors = self._processors(request, settings, extra_processors)
         owners = list(range(request.num_rows))  # which search each row of the request belongs to
         for _ in range(settings.max_new_tokens):
-            log_p = F.log_softmax(_processed(request, owners, request.logits(), processors), axis=-1)  # (rows, V)
+            logits = forward.logits(request).astype("float32")
+            log_p = F.log_softmax(_processed(request, owners, logits, processors), axis=-1)  # (rows, V)
             values, tokens = (x.numpy() for x in log_p.topk(min(2 * width, log_p.shape[-1]), axis=-1))
             kept, next_tokens, next_owners = [], [], []
             for owner, search in enumerate(searches):
@@ -237,6 +425,7 @@ class Ernie35GenerationMixin:
             if not owners:
                 break
             request.select(kept)
+            forward.select(kept)
             request.append(paddle.to_tensor(next_tokens, dtype="int64").unsqueeze(-1))
         best = [answer for search in searches for answer in search.best(settings.num_return_sequences)]
         scores = paddle.to_tensor([score for score, _ in best], dtype="float32").unsqueeze(-1)
@@ -281,6 +470,20 @@ def sample(logits: paddle.Tensor, temperature: float, top_k: int, top_p: float) 
         before = kept.cumsum(-1) - kept  # mass of the likelier ones; the first has none and always stays
         kept = kept * (before <= top_p).astype(kept.dtype)
     return ids.take_along_axis(paddle.multinomial(kept), 1)
+
+
+@contextlib.contextmanager
+def _eval_mode(model):
+    """No gradients, no dropout."""
+    was_training = model.training
+    if was_training:
+        model.eval()
+    try:
+        with paddle.no_grad():
+            yield
+    finally:
+        if was_training:
+            model.train()
 
 
 class BeamRow:

@@ -223,7 +223,7 @@ def test_streamed_tokens_are_the_answer():
 
 def test_what_does_not_fit_is_refused_before_anything_is_computed(monkeypatch):
     model = lively_model(max_position_embeddings=16)
-    monkeypatch.setattr(model.ernie, "forward", lambda *a, **k: pytest.fail("computed"))
+    monkeypatch.setattr(model.ernie.embed_tokens, "forward", lambda *a, **k: pytest.fail("computed"))
     with pytest.raises(ValueError, match="17 tokens .* 16"):
         model.generate(paddle.to_tensor([PROMPTS[0]]), max_new_tokens=11)
 
@@ -258,14 +258,63 @@ def test_a_generation_config_is_taken_and_stays_as_it_was():
     assert model.generate(paddle.to_tensor([[5, 6]]), config)[0].shape == [1, 4] and model.training
 
 
-def test_cache_buffers_are_written_in_place():
-    cache, rng = KVCache(5), np.random.default_rng(0)
-    pieces = [paddle.to_tensor(rng.standard_normal((2, n, 3, 4)).astype("float32")) for n in (2, 1, 2)]
-    for piece in pieces:
+def test_cache_buffers_are_written_in_place_and_grow():
+    cache, rng = KVCache(300), np.random.default_rng(0)
+    pieces = [paddle.to_tensor(rng.standard_normal((2, n, 3, 4)).astype("float32")) for n in (2, 1, 70, 1)]
+    assert cache.append(pieces[0], pieces[0] + 1)[0] is pieces[0]  # a prompt reads its own keys
+    for piece in pieces[1:]:
+        buffers = cache._key
         key, value = cache.append(piece, piece + 1)
-    whole = paddle.concat(pieces, axis=1)
-    np.testing.assert_array_equal(key.numpy(), whole.numpy())
-    np.testing.assert_array_equal(value.numpy(), (whole + 1).numpy())
+        assert (cache._key is buffers) == (piece.shape[1] == 1)
+    whole = paddle.concat(pieces, axis=1).numpy().transpose(0, 2, 1, 3)
+    assert cache.length == 74 and list(key.shape) == [2, 3, cache.room, 4] and cache.room == 128 == cache.room_for(128)
+    np.testing.assert_array_equal(key.numpy()[:, :, :74], whole)
+    np.testing.assert_array_equal(value.numpy()[:, :, :74], whole + 1)
     cache.select(paddle.to_tensor([1, 1, 0]))
-    np.testing.assert_array_equal(cache._key.numpy(), whole.numpy()[[1, 1, 0]])
-    assert cache.length == 5 and list(itertools.chain(key.shape)) == [2, 5, 3, 4]
+    np.testing.assert_array_equal(cache._key.numpy()[:, :, :74], whole[[1, 1, 0]])
+    assert cache.room_for(250) == 300
+
+
+def test_steps_are_the_answer_and_rows_may_be_dropped():
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(attention_mask=mask, max_new_tokens=9, decode_strategy="greedy_search", eos_token_id=-1)
+    whole = model.generate(ids, **settings)[0].tolist()
+    steps = model.generate_steps(ids, **settings)
+    model.train()
+    seen, dropped = [[], [], []], None
+    for number in range(9):
+        for row, token in steps.send(dropped).items():
+            seen[row].append(token)
+        dropped = {0: None, 2: {1}, 4: {0}}.get(number)
+        assert model.training and paddle.is_grad_enabled()  # between the steps the caller's own
+    assert seen == [whole[0][:5], whole[1][:3], whole[2]]
+    assert next(steps, None) is None
+    with pytest.raises(ValueError, match="beam search"):
+        model.generate_steps(ids, **{**settings, "decode_strategy": "beam_search", "num_beams": 2})
+
+
+def test_one_interval_may_be_set_for_all_rows():
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(max_new_tokens=8, decode_strategy="greedy_search", eos_token_id=-1, position_interval=5)
+    got, _ = model.generate(ids, attention_mask=mask, **settings)
+    for row, prompt in zip(got.tolist(), PROMPTS):
+        assert row == recomputed_greedy(model, prompt, 8, positions.interval_position_ids(len(prompt) + 8, 5))
+    with pytest.raises(ValueError, match="position_interval 40 x 14 tokens .* 256 positions"):
+        model.generate(ids, attention_mask=mask, **{**settings, "position_interval": 40})
+    with pytest.raises(ValueError, match="go on to 280 .* 256 positions"):
+        model.generate(ids[:, :2], position_ids=paddle.to_tensor([[100, 120]]), max_new_tokens=8)
+
+
+def test_long_answers_outgrow_the_first_buffers():
+    """More than one growth of the cache, in a padded batch whose rows leave at different times."""
+    model = lively_model(max_position_embeddings=512)
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(max_new_tokens=150, decode_strategy="greedy_search", eos_token_id=-1)
+    free = model.generate(ids, attention_mask=mask, use_cache=False, **settings)[0].tolist()
+    ends = [free[0][75], free[1][120]]
+    got = model.generate(ids, attention_mask=mask, **{**settings, "eos_token_id": ends})[0].tolist()
+    for row, whole in zip(got, free):
+        length = next((i + 1 for i, token in enumerate(whole) if token in ends), 150)
+        assert row == (whole[:length] + [0] * 150)[: len(row)]
