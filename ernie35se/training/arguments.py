@@ -437,7 +437,7 @@ def parse_arguments(
     except SettingError as error:
         if error.name not in values:
             seen = f"{error.name} is not set"
-            if type(error.value) in (int, float):
+            if type(error.value) in (int, float) and error.value >= 0:
                 seen += f" (and so {error.value})"
             raise ValueError(f"{seen}: {error.expected}") from None
         source = "command line" if error.name in from_flags else path
