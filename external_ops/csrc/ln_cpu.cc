@@ -8,6 +8,9 @@
 #include <vector>
 
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LN_HAS_AVX2 1
@@ -92,6 +95,21 @@ void share_rows(int64_t rows, int threads, const Body& body) {
   for (int t = 0; t < threads; ++t) body(t, rows * t / threads, rows * (t + 1) / threads);
 }
 
+// An output is usually fresh memory, whose first touch costs one page fault for every 4 KiB: more time than the kernels
+// take. Where the tensor spans whole huge pages (2 MiB), the kernel is asked for those: 512 times fewer faults. It takes
+// no more memory than the tensor has, and where the memory was touched before it changes nothing.
+void prefer_huge_pages(void* tensor, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(tensor);
+  const uintptr_t begin = (address + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
+  if (tensor != nullptr && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
+}
+
+int64_t tensor_bytes(int32_t dtype, int64_t rows, int64_t cols) { return rows * cols * (dtype == LN_FLOAT32 ? 4 : 2); }
+
 }  // namespace
 
 extern "C" const char* ln_cpu_isa() { return kernels().isa; }
@@ -101,6 +119,7 @@ extern "C" int ln_cpu_forward(const LnForward* args, int threads) {
   std::vector<float> scale_buffer, bias_buffer;
   const float* scale = as_float32(args->param_dtype, args->scale, args->cols, scale_buffer);
   const float* bias = as_float32(args->param_dtype, args->bias, args->cols, bias_buffer);
+  for (void* out : {args->sum, args->y}) prefer_huge_pages(out, tensor_bytes(args->dtype, args->rows, args->cols));
   const auto run = args->dtype == LN_FLOAT32 ? kernels().forward_float32 : kernels().forward_bfloat16;
   share_rows(args->rows, useful_threads(args->rows, args->cols, threads),
              [&](int, int64_t begin, int64_t end) { run(*args, scale, bias, begin, end); });
@@ -116,6 +135,7 @@ extern "C" int ln_cpu_backward(const LnBackward* args, int threads) {
   // Each thread sums the parameter gradients of its rows apart (16 floats keep two threads off one cache line).
   const int64_t stride = 2 * n + 16;
   std::vector<float> partial(threads * stride, 0.0f);
+  for (void* out : {args->dx, args->dresidual}) prefer_huge_pages(out, tensor_bytes(args->dtype, args->rows, n));
   const auto run = args->dtype == LN_FLOAT32 ? kernels().backward_float32 : kernels().backward_bfloat16;
   share_rows(args->rows, threads, [&](int thread, int64_t begin, int64_t end) {
     float* mine = partial.data() + thread * stride;
