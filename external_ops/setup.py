@@ -56,12 +56,12 @@ def check_compiler():
 
 
 def cuda_flags():
-    """nvcc's flags; checks that nvcc is there and the list of architectures is one."""
+    """nvcc's flags; checks that nvcc and CUDA's headers are there, and that the list of architectures is one."""
     from paddle.utils.cpp_extension.cpp_extension import CUDA_HOME
 
-    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
-    if not nvcc.is_file():
-        fail(f"this Paddle has CUDA, but there is no {nvcc}. Install the CUDA toolkit or set CUDA_HOME to its folder")
+    for part in ("bin/nvcc", "include/cuda_runtime.h", "include/cuda_bf16.h"):
+        if not (Path(CUDA_HOME or "CUDA_HOME") / part).is_file():
+            fail(f"this Paddle has CUDA, but {CUDA_HOME} has no {part}. Install the CUDA toolkit or set CUDA_HOME to its folder")
     wanted = os.environ.get("FUSED_LN_CUDA_ARCHS", "80;90")
     archs = [arch for arch in re.split(r"[;, ]+", wanted) if arch]
     if not archs or not all(re.fullmatch(r"\d{2,3}[af]?", arch) for arch in archs):
@@ -83,6 +83,8 @@ def main():
         import setuptools  # noqa: F401  Paddle's build tools need it, and Python 3.12 environments lack it
     except ModuleNotFoundError:
         fail(f"the package setuptools is missing: {sys.executable} -m pip install 'setuptools>=70.1,<81'")
+    check_wheel_builder()
+    check_compiler()
     try:
         import paddle
     except ImportError as error:
@@ -105,8 +107,6 @@ def main():
             super().run()
             (Path(self.build_lib) / "version.txt").unlink(missing_ok=True)  # or it is installed beside the module
 
-    check_wheel_builder()
-    check_compiler()
     os.chdir(HERE)
     with_cuda = paddle.is_compiled_with_cuda() and not paddle.is_compiled_with_rocm()
     flags = {"cxx": ["-O2", "-g0", "-fopenmp", "-DPADDLE_NO_PYTHON"], "nvcc": cuda_flags() if with_cuda else []}

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernels import BFLOAT16, FLOAT16, FLOAT32, LnBackward, LnForward, reference_backward, reference_forward
+from kernels import BFLOAT16, FLOAT16, FLOAT32, LnBackward, LnForward
+from tensors_in_memory import Memory, run_backward
 
 SOURCES = Path(__file__).resolve().parents[2] / "external_ops" / "csrc"
-EPSILON = 1e-5
 NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
 
 
@@ -59,6 +59,24 @@ def test_the_binding_compiles_as_for_a_paddle_with_cuda():
 # ----------------------------------------------------------------------------------------- running, on the CPU
 
 
+class Kernels:
+    """The library behind the two calls that tensors_in_memory makes."""
+
+    def __init__(self, path):
+        self.library = ctypes.CDLL(str(path))
+        self.library.ln_cuda_workspace.restype = ctypes.c_int64
+
+    def forward(self, args):
+        return self.library.ln_cuda_forward(ctypes.byref(args), None)
+
+    def backward(self, args):
+        size = self.library.ln_cuda_workspace(ctypes.c_int64(args.rows), ctypes.c_int64(args.cols))
+        workspace = Memory((size // 4,), FLOAT32)
+        status = self.library.ln_cuda_backward(ctypes.byref(args), ctypes.c_void_p(workspace.address), None)
+        workspace.check_guards()
+        return status
+
+
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory):
     """ln_cuda.cu as a library for the CPU: see cuda_emulation.h."""
@@ -78,119 +96,7 @@ def emulated(tmp_path_factory):
     if "_Float16" in done.stderr:
         pytest.skip("this g++ has no _Float16")
     assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(folder / "ln_cuda.so"))
-    library.ln_cuda_workspace.restype = ctypes.c_int64
-    return library
-
-
-NUMPY_TYPES = {FLOAT32: np.float32, BFLOAT16: np.uint16, FLOAT16: np.float16}
-GUARD = 64  # bytes on each side of a tensor, whose change betrays a write outside of it
-
-
-class Memory:
-    """A tensor between two guards: NaN to whoever reads them, and checked for writes."""
-
-    def __init__(self, shape, dtype, values=None, misaligned=False):
-        self.dtype, self.shape = dtype, shape
-        itemsize = np.dtype(NUMPY_TYPES[dtype]).itemsize
-        self.size = int(np.prod(shape)) * itemsize
-        raw = np.full(self.size + 2 * GUARD + 32, 0xFF, dtype=np.uint8)
-        self.start = GUARD + -(raw.ctypes.data + GUARD) % 16 + (itemsize if misaligned else 0)
-        self.raw = raw
-        if values is not None:
-            self.body[:] = encode(values, dtype).reshape(shape)
-
-    @property
-    def body(self):
-        return self.raw[self.start : self.start + self.size].view(NUMPY_TYPES[self.dtype]).reshape(self.shape)
-
-    @property
-    def values(self):
-        assert (self.raw[: self.start] == 0xFF).all() and (self.raw[self.start + self.size :] == 0xFF).all(), "written outside"
-        return decode(self.body, self.dtype)
-
-    @property
-    def address(self):
-        return self.raw.ctypes.data + self.start
-
-
-def encode(values, dtype):
-    if dtype != BFLOAT16:
-        return np.asarray(values, dtype=NUMPY_TYPES[dtype])
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def decode(array, dtype):
-    if dtype != BFLOAT16:
-        return array.astype(np.float64)
-    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-ROUNDING = {FLOAT32: 0.0, BFLOAT16: 2**-8, FLOAT16: 2**-11}
-
-
-def assert_near(memory, expected, what, size=1.0):
-    actual = memory.values
-    allowed = ROUNDING[memory.dtype] * np.abs(expected) + 3e-6 * max(size, np.abs(expected).max(initial=0.0))
-    assert (np.abs(actual - expected) <= allowed).all(), f"{what}: off by {np.abs(actual - expected).max():.1e}"
-
-
-def run_forward(library, dtype, param_dtype, rows, cols, with_residual, misaligned=False):
-    """The tensors of one forward, checked against float64."""
-    rng = np.random.default_rng(rows * cols)
-
-    def given(shape, dtype):
-        return Memory(shape, dtype, rng.standard_normal(shape), misaligned)
-
-    t = {name: given((rows, cols), dtype) for name in ("x", "residual")}
-    t |= {name: given((cols,), param_dtype) for name in ("scale", "bias")}
-    t |= {name: Memory((rows, cols), dtype, None, misaligned) for name in ("sum", "y")}
-    t |= {name: Memory((rows,), FLOAT32) for name in ("mean", "invvar")}
-    if not with_residual:
-        del t["residual"], t["sum"]
-    addresses = {name: memory.address for name, memory in t.items()}
-    args = LnForward(dtype=dtype, param_dtype=param_dtype, rows=rows, cols=cols, epsilon=EPSILON, **addresses)
-    assert library.ln_cuda_forward(ctypes.byref(args), None) == 0
-
-    if with_residual:
-        assert_near(t["sum"], t["x"].values + t["residual"].values, "sum")
-    source = (t["sum"] if with_residual else t["x"]).values
-    y, mean, invvar = reference_forward(source, t["scale"].values, t["bias"].values, EPSILON)
-    for name, expected in (("y", y), ("mean", mean), ("invvar", invvar)):
-        assert_near(t[name], expected, name)
-    return t, rng
-
-
-def run_backward(library, dtype, param_dtype, rows, cols, with_residual, with_statistics, misaligned=False):
-    """The gradients' bits, checked against float64."""
-    t, rng = run_forward(library, dtype, param_dtype, rows, cols, with_residual, misaligned)
-    tensors = {"input": t["sum"] if with_residual else t["x"], **{name: t[name] for name in ("scale", "mean", "invvar")}}
-    tensors["dy"] = Memory((rows, cols), dtype, rng.standard_normal((rows, cols)), misaligned)
-    if with_residual:
-        tensors["dsum"] = Memory((rows, cols), dtype, rng.standard_normal((rows, cols)), misaligned)
-        tensors["dresidual"] = Memory((rows, cols), dtype, None, misaligned)
-    if with_statistics:
-        tensors |= {name: Memory((rows,), FLOAT32, rng.standard_normal(rows)) for name in ("dmean", "dinvvar")}
-    tensors["dx"] = Memory((rows, cols), dtype, None, misaligned)
-    tensors |= {name: Memory((cols,), param_dtype) for name in ("dscale", "dbias")}
-    workspace = Memory((library.ln_cuda_workspace(ctypes.c_int64(rows), ctypes.c_int64(cols)) // 4,), FLOAT32)
-    addresses = {name: memory.address for name, memory in tensors.items()}
-    args = LnBackward(dtype=dtype, param_dtype=param_dtype, rows=rows, cols=cols, **addresses)
-    assert library.ln_cuda_backward(ctypes.byref(args), ctypes.c_void_p(workspace.address), None) == 0
-
-    statistics = [tensors[name].values if with_statistics else 0.0 for name in ("dmean", "dinvvar")]
-    dx, dscale, dbias = reference_backward(
-        tensors["input"].values, tensors["scale"].values, EPSILON, tensors["dy"].values, *statistics
-    )
-    dx = dx + (tensors["dsum"].values if with_residual else 0.0)
-    assert_near(tensors["dx"], dx, "dx", size=tensors["invvar"].values.max(initial=1.0))
-    assert_near(tensors["dscale"], dscale, "dscale")
-    assert_near(tensors["dbias"], dbias, "dbias")
-    if with_residual:
-        np.testing.assert_array_equal(tensors["dresidual"].values, tensors["dx"].values)
-    assert workspace.values.size
-    return [tensors[name].body.copy() for name in ("dx", "dscale", "dbias")]
+    return Kernels(folder / "ln_cuda.so")
 
 
 TYPES = [(FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (BFLOAT16, BFLOAT16), (FLOAT16, FLOAT32), (FLOAT16, FLOAT16)]
@@ -220,9 +126,7 @@ def test_the_same_input_gives_the_same_bits(emulated, cols):
 
 
 def test_no_rows_and_unknown_types(emulated):
-    args = LnForward(dtype=FLOAT32, param_dtype=FLOAT32, rows=0, cols=8)
-    assert emulated.ln_cuda_forward(ctypes.byref(args), None) == 0
+    assert emulated.forward(LnForward(dtype=FLOAT32, param_dtype=FLOAT32, rows=0, cols=8)) == 0
     for dtype, param_dtype in ((7, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT16, BFLOAT16)):
-        args = LnForward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)
-        assert emulated.ln_cuda_forward(ctypes.byref(args), None) == -1
-        assert emulated.ln_cuda_backward(ctypes.byref(LnBackward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)), None, None) == -1
+        assert emulated.forward(LnForward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)) == -1
+        assert emulated.backward(LnBackward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)) == -1
