@@ -9,6 +9,23 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 import numpy as np
 
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+NUMPY_TYPES = {FLOAT32: np.float32, BFLOAT16: np.uint16, FLOAT16: np.float16}  # numpy has no bfloat16: its bits
+ROUNDING = {FLOAT32: 0.0, BFLOAT16: 2**-8, FLOAT16: 2**-11}  # half a unit in the last place, as a part of the value
+
+
+def encode(values, dtype):
+    """The values in the numpy type of that dtype, rounded to the nearest."""
+    if dtype != BFLOAT16:
+        return np.asarray(values, dtype=NUMPY_TYPES[dtype])
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def decode(array, dtype):
+    """The values as float64."""
+    if dtype != BFLOAT16:
+        return array.astype(np.float64)
+    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 class LnForward(ctypes.Structure):

@@ -4,10 +4,19 @@
 """
 
 import numpy as np
-from kernels import BFLOAT16, FLOAT16, FLOAT32, LnBackward, LnForward, reference_backward, reference_forward
+from kernels import (
+    FLOAT32,
+    NUMPY_TYPES,
+    ROUNDING,
+    LnBackward,
+    LnForward,
+    decode,
+    encode,
+    reference_backward,
+    reference_forward,
+)
 
 EPSILON = 1e-5
-NUMPY_TYPES = {FLOAT32: np.float32, BFLOAT16: np.uint16, FLOAT16: np.float16}
 GUARD = 64  # bytes on each side of a tensor, whose change betrays a write outside of it
 
 
@@ -39,22 +48,6 @@ class Memory:
     @property
     def address(self):
         return self.raw.ctypes.data + self.start
-
-
-def encode(values, dtype):
-    if dtype != BFLOAT16:
-        return np.asarray(values, dtype=NUMPY_TYPES[dtype])
-    bits = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def decode(array, dtype):
-    if dtype != BFLOAT16:
-        return array.astype(np.float64)
-    return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-
-ROUNDING = {FLOAT32: 0.0, BFLOAT16: 2**-8, FLOAT16: 2**-11}
 
 
 def assert_near(memory, expected, what, size=1.0):

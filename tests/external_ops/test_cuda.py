@@ -9,11 +9,13 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import check_cuda
 import numpy as np
 import pytest
-from kernels import BFLOAT16, FLOAT16, FLOAT32, LnBackward, LnForward
+from kernels import BFLOAT16, FLOAT16, FLOAT32, NUMPY_TYPES, LnBackward, LnForward
 from tensors_in_memory import Memory, run_backward
 
 SOURCES = Path(__file__).resolve().parents[2] / "external_ops" / "csrc"
@@ -130,3 +132,59 @@ def test_no_rows_and_unknown_types(emulated):
     for dtype, param_dtype in ((7, FLOAT32), (FLOAT32, BFLOAT16), (FLOAT16, BFLOAT16)):
         assert emulated.forward(LnForward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)) == -1
         assert emulated.backward(LnBackward(dtype=dtype, param_dtype=param_dtype, rows=1, cols=8)) == -1
+
+
+# --------------------------------------------------------------------------------------------- the harness for GPUs
+
+
+class NumpyArrays:
+    """What check_cuda.py has PyTorch or CuPy for."""
+
+    card, stream = "emulated", None
+
+    def put(self, array):
+        memory = Memory(array.shape, {np.dtype(t): d for d, t in NUMPY_TYPES.items()}[array.dtype])
+        memory.body[:] = array
+        return memory
+
+    def get(self, memory, numpy_type):
+        memory.check_guards()
+        return memory.body.view(numpy_type).copy()
+
+    def address(self, memory):
+        return memory.address
+
+    def copy(self, target, source):
+        target.body[:] = source.body
+
+    def milliseconds(self, call):
+        call()
+        return 1.0
+
+
+def test_check_cuda_on_the_emulation(emulated, monkeypatch, capsys):
+    monkeypatch.setattr(check_cuda, "SHAPES", [(5, 96), (3, 7)])
+    monkeypatch.setattr(check_cuda, "SPEED_SHAPE", (4, 64))
+    monkeypatch.setattr(check_cuda, "ROUNDS", 1)
+    kernels = check_cuda.Kernels(emulated.library._name, NumpyArrays())
+    assert check_cuda.check(kernels) == 0
+    check_cuda.speed(kernels)
+    assert "LayerNorm backward | 1.0000" in capsys.readouterr().out
+
+    honest = kernels.backward
+
+    def wrong(*args):
+        honest(*args)
+        args[-1]["dscale"].body[:] = 0
+
+    monkeypatch.setattr(kernels, "backward", wrong)
+    assert check_cuda.check(kernels) == 20
+    assert "dscale" in capsys.readouterr().out
+
+
+def test_check_cuda_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["check_cuda.py"])
+    for library in ("torch", "cupy"):
+        monkeypatch.setitem(sys.modules, library, None)
+    assert check_cuda.main() == 2
+    assert "torch: " in (said := capsys.readouterr().err) and "cupy: " in said
