@@ -5,7 +5,8 @@
     python scripts/run_finetune.py configs/finetune/lora.json --preview_data 3
     python -m paddle.distributed.launch scripts/run_finetune.py configs/finetune/lora.json
 
-The same command resumes a run that was interrupted. `--help` lists every setting; docs/finetune.md explains methods and data.
+The same command resumes a run that was interrupted. `--help` lists every setting; docs/finetune.md explains
+methods and data.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from ernie35se.runtime import check_versions, log_to_stderr, tune_cpu
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run with these words of a command line. Returns the exit status: 2 for a user's mistake, told in one message."""
+    """Run with these words of a command line. Returns the exit status: 2 for a user's mistake, told in one
+    message."""
     try:
         log_to_stderr()
         check_versions()
@@ -99,7 +101,8 @@ def describe(model_args, data_args, training_args, model, splits) -> None:
     weights = sum(p.size for p in model.parameters())
     trains = sum(p.size for p in model.parameters() if not p.stop_gradient)
     print(
-        f"Memory in float32: weights {weights * 4 / 2**20:,.1f} MiB, gradients {trains * 4 / 2**20:,.1f} MiB, AdamW "
+        f"Memory in float32: weights {weights * 4 / 2**20:,.1f} MiB, gradients {trains * 4 / 2**20:,.1f} "
+        "MiB, AdamW "
         f"{trains * 8 / 2**20:,.1f} MiB, and activations."
     )
     if "train" in splits:

@@ -1,4 +1,5 @@
-"""scripts/run_finetune.py: every settings file runs; what a run leaves behind; errors; resume; other models."""
+"""scripts/run_finetune.py: every settings file runs; what a run leaves behind; errors; resume; other
+models."""
 
 from __future__ import annotations
 
@@ -60,17 +61,25 @@ def results(output):
 
 
 def losses(output):
-    return {r["step"]: r["loss"] for r in json.loads((output / "trainer_state.json").read_text())["log_history"] if "loss" in r}
+    return {
+        r["step"]: r["loss"]
+        for r in json.loads((output / "trainer_state.json").read_text())["log_history"]
+        if "loss" in r
+    }
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_settings_file_runs(file, place, tmp_path):
-    size = {"num_prefix_tokens": 6} if "pt" in file.stem else {"dash_flag": 2} if file.stem == "dislora" else {}
-    changes = dict(warmup_steps=1, max_steps=3, gradient_accumulation_steps=1, evaluation_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)  # fmt: skip
+    size = (
+        {"num_prefix_tokens": 6} if "pt" in file.stem else {"dash_flag": 2} if file.stem == "dislora" else {}
+    )
+    changes = dict(warmup_steps=1, max_steps=3, gradient_accumulation_steps=1, evaluation_strategy="steps")
+    changes.update(eval_steps=2, save_strategy="steps", save_steps=2)
     learning_rate = max(json.loads(file.read_text())["learning_rate"], 3e-3)
     assert run(place, tmp_path, file=file, **{**changes, **size}, learning_rate=learning_rate) == 0
     made = {path.name for path in tmp_path.iterdir()}
-    method = next((name for name in ("lora", "vera", "lokr", "dislora", "reft", "tare", "prefix") if f"{name}_config.json" in made), None)  # fmt: skip
+    methods = ("lora", "vera", "lokr", "dislora", "reft", "tare", "prefix")
+    method = next((name for name in methods if f"{name}_config.json" in made), None)
     assert (method is None) == (file.stem.startswith("sft") or file.stem == "neftune")
     assert ("config.json" in made) == (method is None)
     assert {"template.json", "tokenizer_config.json", "checkpoint-2", "checkpoint-3"} <= made
@@ -80,7 +89,12 @@ def test_every_settings_file_runs(file, place, tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_at_an_epochs_end_is_as_if_never_interrupted(name, place, tmp_path):
-    changes = {**METHODS[name], "load_best_model_at_end": 1, "metric_for_best_model": "loss", "save_total_limit": 1}
+    changes = {
+        **METHODS[name],
+        "load_best_model_at_end": 1,
+        "metric_for_best_model": "loss",
+        "save_total_limit": 1,
+    }
     assert run(place, tmp_path / "whole", **changes) == 0
     # The first epoch alone, as a kill after it leaves it: the same run's checkpoint in another folder.
     del changes["save_total_limit"]
@@ -101,7 +115,9 @@ def test_recompute_and_merged_evaluation_change_nothing(place, tmp_path):
         assert run(place, tmp_path / name, lora=1, max_steps=3, **more) == 0
     for name in ("recompute", "merged"):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "plain"), abs=1e-5)
-        assert results(tmp_path / name)["eval_loss"] == pytest.approx(results(tmp_path / "plain")["eval_loss"], abs=1e-5)
+        assert results(tmp_path / name)["eval_loss"] == pytest.approx(
+            results(tmp_path / "plain")["eval_loss"], abs=1e-5
+        )
 
 
 def test_packed_training_equals_unpacked(place, tmp_path):
@@ -111,9 +127,14 @@ def test_packed_training_equals_unpacked(place, tmp_path):
     packed = {**common, "per_device_train_batch_size": 1, "max_length": 300}
     data = tmp_path / "data"
     shutil.copytree(place / "data", data)
-    assert run(place, tmp_path / "packed", "--zero_padding", "1", **packed) == 2  # a row of 299 does not fit the table
+    assert (
+        run(place, tmp_path / "packed", "--zero_padding", "1", **packed) == 2
+    )  # a row of 299 does not fit the table
     write_base(tmp_path / "base", max_position_embeddings=512)
-    for output, changes in ((tmp_path / "alone", common), (tmp_path / "packed", {**packed, "zero_padding": 1})):
+    for output, changes in (
+        (tmp_path / "alone", common),
+        (tmp_path / "packed", {**packed, "zero_padding": 1}),
+    ):
         shutil.rmtree(output, ignore_errors=True)
         words = words_of(settings(tmp_path / "base", data, output, **changes))
         assert run_finetune.main(words) == 0
@@ -123,12 +144,30 @@ def test_packed_training_equals_unpacked(place, tmp_path):
 
 def test_an_adapter_continues_from_a_saved_one(place, tmp_path):
     assert run(place, tmp_path / "first", lora=1) == 0
-    assert run(place, tmp_path / "second", lora=1, lora_path=tmp_path / "first", do_train=False, evaluation_strategy="no") == 0
-    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(results(tmp_path / "first")["eval_loss"], rel=1e-6)
+    assert (
+        run(
+            place,
+            tmp_path / "second",
+            lora=1,
+            lora_path=tmp_path / "first",
+            do_train=False,
+            evaluation_strategy="no",
+        )
+        == 0
+    )
+    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(
+        results(tmp_path / "first")["eval_loss"], rel=1e-6
+    )
 
 
 def test_generation_and_early_stopping(place, tmp_path):
-    more = dict(eval_with_do_generation=1, early_stopping_patience=1, learning_rate=1e-9, num_train_epochs=6, tgt_length=6)
+    more = dict(
+        eval_with_do_generation=1,
+        early_stopping_patience=1,
+        learning_rate=1e-9,
+        num_train_epochs=6,
+        tgt_length=6,
+    )
     more.update(metric_for_best_model="accuracy", greater_is_better=1, load_best_model_at_end=1)
     assert run(place, tmp_path, lora=1, **more) == 0
     assert max(losses(tmp_path)) == 6  # the accuracy does not move, so the second evaluation ends the run
@@ -139,9 +178,12 @@ def test_generation_and_early_stopping(place, tmp_path):
     assert texts[0]["prompt"].startswith("swap:")
 
 
-@pytest.mark.parametrize("warmup, ratio, expected", [(6, 0.0, [2, 3, 4, 5, 6, 0]), (1, 0.5, [5.4, 4.8, 4.2, 3.6, 3, 3])])
+@pytest.mark.parametrize(
+    "warmup, ratio, expected", [(6, 0.0, [2, 3, 4, 5, 6, 0]), (1, 0.5, [5.4, 4.8, 4.2, 3.6, 3, 3])]
+)
 def test_schedule(place, tmp_path, warmup, ratio, expected):
-    """A log line shows the rate of the step to come: the first step has 1/6 of the peak, and the peak, here."""
+    """A log line shows the rate of the step to come: the first step has 1/6 of the peak, and the peak,
+    here."""
     assert run(place, tmp_path, lora=1, warmup_steps=warmup, lr_decay_ratio=ratio, learning_rate=6e-3) == 0
     state = json.loads((tmp_path / "trainer_state.json").read_text())
     rates = [record["learning_rate"] * 1e3 for record in state["log_history"] if "learning_rate" in record]
@@ -154,7 +196,9 @@ def test_what_a_run_leaves_behind(place, tmp_path, capsys):
     assert (tmp_path / "checkpoint-2").is_dir()
     template = json.loads((tmp_path / "template.json").read_text())
     assert template["template"] == "plain" and template["src_length"] == 24 and template["max_length"] == 48
-    assert json.loads((tmp_path / "lora_config.json").read_text())["base_model_name_or_path"] == str(place / "base")
+    assert json.loads((tmp_path / "lora_config.json").read_text())["base_model_name_or_path"] == str(
+        place / "base"
+    )
     assert any("lora_A" in name for name in load_file(tmp_path / "lora_model_state.safetensors"))
     out = capsys.readouterr().out
     assert "train: 12 kept, 12 records" in out and "--- sample 1" in out and "</s>]]" in out
@@ -200,10 +244,16 @@ def test_no_dev_split_is_refused_before_training(place, tmp_path, capsys):
     write_records(tmp_path / "data")
     (tmp_path / "data" / "dev.json").unlink()
     changes = dict(load_best_model_at_end=1, metric_for_best_model="accuracy")
-    assert run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes))) == 2
+    assert (
+        run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes)))
+        == 2
+    )
     assert "there is nothing to evaluate on" in capsys.readouterr().err
     (tmp_path / "data" / "dev.json").write_text("")
-    assert run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes))) == 2
+    assert (
+        run_finetune.main(words_of(settings(place / "base", tmp_path / "data", tmp_path / "out", **changes)))
+        == 2
+    )
     assert "nothing is left of the dev split" in capsys.readouterr().err
 
 
@@ -219,17 +269,34 @@ def qwen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     letters = list(bytes_to_unicode().values())
     merges = ["s w", "sw a", "swa p", "o n", "on e", "t w", "tw o", "Ġ t", "Ġ o"]
-    vocabulary = {token: i for i, token in enumerate([*letters, *(merge.replace(" ", "") for merge in merges)])}
+    vocabulary = {
+        token: i for i, token in enumerate([*letters, *(merge.replace(" ", "") for merge in merges)])
+    }
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    tokens = {str(len(vocabulary) + i): token for i, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))}
+    tokens = {
+        str(len(vocabulary) + i): token
+        for i, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+    }
     added = {
-        number: {"content": token, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+        number: {
+            "content": token,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+            "special": True,
+        }
         for number, token in tokens.items()
     }
     (folder / "tokenizer_config.json").write_text(
         json.dumps(
-            {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "added_tokens_decoder": added}
+            {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "eos_token": "<|im_end|>",
+                "pad_token": "<|endoftext|>",
+                "added_tokens_decoder": added,
+            }
         )
     )
     paddle.seed(0)
@@ -241,12 +308,16 @@ def qwen(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "qwen").glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "qwen").glob("*.json")), ids=lambda file: file.stem
+)
 def test_every_qwen_file_runs(file, qwen, place, tmp_path):
     content = json.loads(file.read_text())
     small = file.stem.endswith("0p5b")
     assert content["model_name_or_path"] == ("Qwen/Qwen2.5-0.5B-Instruct" if small else "Qwen/Qwen2-7B")
-    changes = dict(src_length=60, max_length=120, max_steps=3, gradient_accumulation_steps=1, learning_rate=1e-2)
+    changes = dict(
+        src_length=60, max_length=120, max_steps=3, gradient_accumulation_steps=1, learning_rate=1e-2
+    )
     if "prefix_tuning" in content:
         changes["num_prefix_tokens"] = 7
     words = words_of(settings(qwen, place / "data", tmp_path, **changes))
@@ -260,8 +331,17 @@ def test_every_method_learns_on_qwen_and_loads_again(name, qwen, place, tmp_path
 
     from ernie35se import peft
 
-    rate = 2e-3 if name == "dislora" else 1e-2  # its logged loss holds the orthogonality's, which grows at first
-    changes = dict(src_length=60, max_length=120, learning_rate=rate, eval_with_do_generation=1, tgt_length=5, **METHODS[name])
+    rate = (
+        2e-3 if name == "dislora" else 1e-2
+    )  # its logged loss holds the orthogonality's, which grows at first
+    changes = dict(
+        src_length=60,
+        max_length=120,
+        learning_rate=rate,
+        eval_with_do_generation=1,
+        tgt_length=5,
+        **METHODS[name],
+    )
     assert run_finetune.main(words_of(settings(qwen, place / "data", tmp_path, **changes))) == 0
     found = losses(tmp_path)
     assert min(found.values()) < found[1] - 0.02
@@ -271,8 +351,12 @@ def test_every_method_learns_on_qwen_and_loads_again(name, qwen, place, tmp_path
     logits = model(input_ids=ids, return_dict=True).logits
     cached = model(input_ids=ids[:, :3], use_cache=True, return_dict=True).past_key_values
     positions = paddle.to_tensor([[3]])
-    last = model(input_ids=ids[:, 3:], past_key_values=cached, use_cache=True, position_ids=positions, return_dict=True).logits
-    if name != "reft":  # which edits the prompt's last token, and token 3 is none when it comes after the prompt
+    last = model(
+        input_ids=ids[:, 3:], past_key_values=cached, use_cache=True, position_ids=positions, return_dict=True
+    ).logits
+    if (
+        name != "reft"
+    ):  # which edits the prompt's last token, and token 3 is none when it comes after the prompt
         np.testing.assert_allclose(last[:, -1].numpy(), logits[:, -1].numpy(), atol=1e-5)
 
 

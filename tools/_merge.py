@@ -24,7 +24,8 @@ def run(method: str, doc: str, argv: Sequence[str] | None) -> int | None:
         ValueError: what the user has to mend.
     """
     example = (
-        f"  python tools/merge_{method}_params.py --model_name_or_path output/model --{method}_path output/{method} "
+        f"  python tools/merge_{method}_params.py --model_name_or_path output/model --{method}_path "
+        f"output/{method} "
         "--output_path output/merged"
     )
     parser = make_parser(doc, example)
@@ -32,12 +33,19 @@ def run(method: str, doc: str, argv: Sequence[str] | None) -> int | None:
     parser.add_argument(f"--{method}_path", required=True, dest="adapter", help="folder of the saved adapter")
     parser.add_argument("--output_path", required=True, help="folder to write; must not exist yet")
     parser.add_argument("--device", default="cpu", help="cpu or gpu (default: cpu)")
-    parser.add_argument("--safe_serialization", type=truth, default=True, help="safetensors, else .pdparams (default: True)")
-    parser.add_argument("--check", type=truth, default=True,
-                        help="compare logits, which takes the whole model in memory (default: True)")  # fmt: skip
+    parser.add_argument(
+        "--safe_serialization", type=truth, default=True, help="safetensors, else .pdparams (default: True)"
+    )
+    parser.add_argument(
+        "--check",
+        type=truth,
+        default=True,
+        help="compare logits, which takes the whole model in memory (default: True)",
+    )
     arguments = parser.parse_args(argv)
 
     import paddle
+
     from ernie35se.peft.merging import compare_logits, merge_files
     from ernie35se.runtime import tune_cpu
 
@@ -49,10 +57,14 @@ def run(method: str, doc: str, argv: Sequence[str] | None) -> int | None:
     if not arguments.check:
         return None
     found = dict(compare_logits(base, arguments.adapter, output))
-    print(f"The adapter changes logits by up to {found['changed']:.3g}; merging, by up to {found['merged']:.3g}.")
+    print(
+        f"The adapter changes logits by up to {found['changed']:.3g}; merging, by up to "
+        f"{found['merged']:.3g}."
+    )
     if found["merged"] > LARGEST_DIFFERENCE:
         print(
-            f"That is more than {LARGEST_DIFFERENCE:g}, what float32 weights give; weights stored in 16 bits round more "
+            f"That is more than {LARGEST_DIFFERENCE:g}, what float32 weights give; weights stored in 16 bits "
+            "round more "
             "coarsely. Compare before you rely on the merged model."
         )
     return None

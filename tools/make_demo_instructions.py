@@ -1,9 +1,11 @@
-"""Instruction data out of Python's standard library: from a function's signature to the first line of its docstring.
+"""Instruction data out of Python's standard library: from a function's signature to the first line of its
+docstring.
 
-    {"instruction": "def copyfile(src, dst, *, follow_symlinks=True):", "output": "Copy data from src to dst ..."}
+    {"instruction": "def copyfile(src, dst, *, follow_symlinks=True):", "output": "Copy data from src ..."}
 
-Writes train.jsonl and dev.jsonl into a folder. Modules, not functions, are divided between the two, by a hash of their
-names, so that no module is in both. The sources are parsed, never imported; the same Python gives the same files.
+Writes train.jsonl and dev.jsonl into a folder. Modules, not functions, are divided between the two, by a hash
+of their names, so that no module is in both. The sources are parsed, never imported; the same Python gives
+the same files.
 """
 
 from __future__ import annotations
@@ -44,12 +46,18 @@ def records(tree: ast.AST) -> Iterator[dict[str, str]]:
             continue
         text = first_line(ast.get_docstring(node, clean=False) or "")
         line = signature(node)
-        if len(text) >= 10 and len(text) <= LONGEST_SUMMARY and len(line) <= LONGEST_SIGNATURE and text.isascii():
+        if (
+            len(text) >= 10
+            and len(text) <= LONGEST_SUMMARY
+            and len(line) <= LONGEST_SIGNATURE
+            and text.isascii()
+        ):
             yield {"instruction": line, "output": text}
 
 
 def collect(root: Path) -> dict[str, list[dict[str, str]]]:
-    """Records by split; an output that has come already is left out, so that dev asks for nothing that train tells."""
+    """Records by split; an output that has come already is left out, so that dev asks for nothing that train
+    tells."""
     made: dict[str, list[dict[str, str]]] = {"train": [], "dev": []}
     seen: set[str] = set()
     for path in source_files(root):
@@ -70,12 +78,16 @@ def collect(root: Path) -> dict[str, list[dict[str, str]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, EXAMPLE)
-    parser.add_argument("--output_dir", required=True, help="the folder to write train.jsonl and dev.jsonl into")
+    parser.add_argument(
+        "--output_dir", required=True, help="the folder to write train.jsonl and dev.jsonl into"
+    )
     parser.add_argument("--max_records", type=positive, help="at most so many records a split (default: all)")
     args = parser.parse_args(argv)
     made = collect(Path(sysconfig.get_paths()["stdlib"]))
     if not all(made.values()):
-        raise ValueError("this Python's standard library has no sources with docstrings; use one that ships them")
+        raise ValueError(
+            "this Python's standard library has no sources with docstrings; use one that ships them"
+        )
     for split, found in made.items():
         kept = found[: args.max_records]
         with written_whole(Path(args.output_dir) / f"{split}.jsonl") as stream:

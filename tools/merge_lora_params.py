@@ -1,4 +1,5 @@
-"""Merge a LoRA, rsLoRA, PiSSA, MoSLoRA, LinChain, MoRA or QLoRA adapter into its base model: a complete folder that needs no adapter.
+"""Merge a LoRA, rsLoRA, PiSSA, MoSLoRA, LinChain, MoRA or QLoRA adapter into its base model: a complete
+folder that needs no adapter.
 
 Arithmetic is in float32, one weight file in memory at a time. The folder gets its name when it is whole.
 """

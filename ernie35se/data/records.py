@@ -1,13 +1,16 @@
 """Instruction records out of JSON files: whichever of four forms a file has, conversations come out.
 
-    Alpaca     {"instruction": "swap", "input": "three moon", "output": "moon three", "history": [["hi", "hello"]]}
-    src/tgt    {"src": "swap three moon", "tgt": "moon three"}; lists of equal length are the turns of a conversation
-    SQuAD      {"context": "...", "question": "...", "answers": {"text": ["..."]} or ["..."]}: asks for the question
+    Alpaca     {"instruction": "swap", "input": "three moon", "output": "moon three"}, perhaps with
+               "history": [["hi", "hello"]]
+    src/tgt    {"src": "swap three moon", "tgt": "moon three"}; lists of equal length are the turns
+    SQuAD      {"context": "...", "question": "...", "answers": {"text": ["..."]} or ["..."]}: asks for the
+               question
     chat       {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
-A file is JSON lines or one list of records, plain or `.gz`, UTF-8 with or without a byte order mark. Its first record says
-which form it has; a record of another form is an error that names file, line and field. A record with nothing to learn (an
-empty response, a SQuAD question without an answer) is skipped and counted. Standard library alone.
+A file is JSON lines or one list of records, plain or `.gz`, UTF-8 with or without a byte order mark. Its
+first record says which form it has; a record of another form is an error that names file, line and field. A
+record with nothing to learn (an empty response, a SQuAD question without an answer) is skipped and counted.
+Standard library alone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from typing import Iterator, NamedTuple
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 SPLITS = ("train", "dev", "test")
 _FORMS = "instruction/output, src/tgt, context/question/answers, or messages"
+_PROMPT_FORMS = "src, instruction (with input, system, history), or messages"
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -39,7 +43,8 @@ class Empty(Exception):
 
 
 def find_split_files(path: str | Path) -> dict[str, list[Path]]:
-    """Files of each split: a folder's `train.json`, `dev.jsonl`, ... or `train/*.json`; a single file is all train.
+    """Files of each split: a folder's `train.json`, `dev.jsonl`, ... or `train/*.json`; a single file is all
+    train.
 
     Raises:
         ValueError: no such path, or nothing of the kind in it.
@@ -79,6 +84,49 @@ def read_conversations(files, skipped: Counter | None = None) -> list[Conversati
     return conversations
 
 
+def read_prompts(file) -> Iterator[Conversation]:
+    """Conversations of a file whose last response is yet to come (it is empty): records as above but for
+    SQuAD's, where `tgt`, `output` or the last assistant's message may be missing and is ignored. Records may
+    be of different forms.
+
+    Raises:
+        ValueError: a file that cannot be read, or a record without a prompt; with file, line and field.
+    """
+    for line, record in _records(Path(file)):
+        place = f"{file}:{line}"
+        form, filled = _with_placeholder(record, place)
+        try:
+            conversation = _PARSERS[form](filled, place)
+        except Empty:
+            raise ValueError(
+                f"{place}: an earlier response is empty; expected text in every turn but the last."
+            ) from None
+        *earlier, (prompt, _) = conversation.turns
+        yield conversation._replace(turns=(*earlier, (prompt, "")))
+
+
+def _with_placeholder(record, place: str) -> tuple[str, dict]:
+    """The record's form, and the record with some last response."""
+    to_come = "..."
+    if not isinstance(record, dict):
+        raise ValueError(f"{place}: a JSON {type(record).__name__}; expected an object with {_PROMPT_FORMS}.")
+    if isinstance(record.get("messages"), list):
+        messages = record["messages"]
+        answered = messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+        messages = messages[:-1] if answered else messages
+        return "messages", {"messages": [*messages, {"role": "assistant", "content": to_come}]}
+    if "instruction" in record:
+        return "alpaca", {**record, "output": to_come}
+    if "src" not in record:
+        seen = ", ".join(map(repr, record)) or "of nothing"
+        raise ValueError(f"{place}: has the fields {seen}; expected {_PROMPT_FORMS}.")
+    if not isinstance(record["src"], list):
+        return "src/tgt", {**record, "tgt": to_come}
+    earlier = record.get("tgt") or []
+    earlier = earlier if isinstance(earlier, list) else [earlier]
+    return "src/tgt", {**record, "tgt": [*earlier[: len(record["src"]) - 1], to_come]}
+
+
 def parse_records(records, skipped: Counter) -> Iterator[Conversation]:
     """Conversations of (place, record) pairs that all have the form of the first.
 
@@ -116,7 +164,9 @@ def _records(file: Path) -> Iterator[tuple[int, object]]:
             position = _SPACE.match(text, position + 1).end()
         elif text[position : position + 1] != "]":
             line += text.count("\n", counted, position)
-            raise ValueError(f"{file}:{line}: expected a comma or the list's end after a record. Is the file cut off?")
+            raise ValueError(
+                f"{file}:{line}: expected a comma or the list's end after a record. Is the file cut off?"
+            )
 
 
 def _decode(text: str, position: int, place: str, whole: bool = False):
@@ -152,7 +202,9 @@ def _detect(record: dict, place: str) -> str:
     ):
         if keys <= set(record):
             return form
-    raise ValueError(f"{place}: has the fields {', '.join(map(repr, record)) or 'of nothing'}; expected {_FORMS}.")
+    raise ValueError(
+        f"{place}: has the fields {', '.join(map(repr, record)) or 'of nothing'}; expected {_FORMS}."
+    )
 
 
 def _text(record: dict, field: str, place: str, default: str | None = None) -> str:
@@ -162,7 +214,9 @@ def _text(record: dict, field: str, place: str, default: str | None = None) -> s
         return default
     if not isinstance(value, str):
         seen = "is missing" if field not in record else f"is {json.dumps(value, ensure_ascii=False)[:80]}"
-        raise ValueError(f"{place}: field {field!r} {seen}; expected a string, as in the file's first record.")
+        raise ValueError(
+            f"{place}: field {field!r} {seen}; expected a string, as in the file's first record."
+        )
     return value
 
 
@@ -178,7 +232,9 @@ def _alpaca(record: dict, place: str) -> Conversation:
     for pair in history if isinstance(history, list) else [history]:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             seen = json.dumps(pair, ensure_ascii=False)[:80]
-            raise ValueError(f"{place}: field 'history' holds {seen}; expected a list of [prompt, response] strings.")
+            raise ValueError(
+                f"{place}: field 'history' holds {seen}; expected a list of [prompt, response] strings."
+            )
         turns.append(tuple(pair))
     parts = [_text(record, "instruction", place), _text(record, "input", place, default="")]
     prompt = "\n".join(part for part in parts if part)
@@ -192,11 +248,14 @@ def _source_target(record: dict, place: str) -> Conversation:
         value = record.get(field)
         texts = value if isinstance(value, list) else [_text(record, field, place)]
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{place}: field {field!r} holds something that is no string; expected strings only.")
+            raise ValueError(
+                f"{place}: field {field!r} holds something that is no string; expected strings only."
+            )
         sides.append(texts)
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
-            f"{place}: 'src' has {len(sides[0])} turns and 'tgt' {len(sides[1])}; expected as many of one as of the other."
+            f"{place}: 'src' has {len(sides[0])} turns and 'tgt' {len(sides[1])}; expected as many of one as "
+            "of the other."
         )
     return _conversation(list(zip(*sides)), _text(record, "system", place, default=""), place)
 
@@ -208,7 +267,10 @@ def _squad(record: dict, place: str) -> Conversation:
         texts = [texts]
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         seen = json.dumps(answers, ensure_ascii=False)[:80]
-        raise ValueError(f"{place}: field 'answers' is {seen}; expected a list of strings, or an object with one in 'text'.")
+        raise ValueError(
+            f"{place}: field 'answers' is {seen}; expected a list of strings, or an object with one in "
+            "'text'."
+        )
     if not texts:
         raise Empty("no answer")
     context, question = _text(record, "context", place), _text(record, "question", place)
@@ -218,7 +280,9 @@ def _squad(record: dict, place: str) -> Conversation:
 def _messages(record: dict, place: str) -> Conversation:
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{place}: field 'messages' is no list of objects; expected [{{'role': ..., 'content': ...}}].")
+        raise ValueError(
+            f"{place}: field 'messages' is no list of objects; expected [{{'role': ..., 'content': ...}}]."
+        )
     texts = [
         (_text(message, "role", f"{place}: message {i}"), _text(message, "content", f"{place}: message {i}"))
         for i, message in enumerate(messages, 1)
@@ -229,7 +293,8 @@ def _messages(record: dict, place: str) -> Conversation:
     roles = [role for role, _ in texts]
     if len(texts) % 2 or roles != ["user", "assistant"] * (len(texts) // 2):
         raise ValueError(
-            f"{place}: the roles are {', '.join(role for role, _ in [*([('system', '')] if system else []), *texts])}; "
+            f"{place}: the roles are "
+            f"{', '.join(role for role, _ in [*([('system', '')] if system else []), *texts])}; "
             "expected user and assistant in turn, the last an assistant's, perhaps after one system message."
         )
     contents = [content for _, content in texts]
@@ -241,4 +306,6 @@ _PARSERS = {"alpaca": _alpaca, "src/tgt": _source_target, "squad": _squad, "mess
 
 def _expected_files() -> str:
     names = ", ".join(SPLITS)
-    return f"Expected {names} with {' or '.join(SUFFIXES)} behind, or a folder of such files for each of them."
+    return (
+        f"Expected {names} with {' or '.join(SUFFIXES)} behind, or a folder of such files for each of them."
+    )

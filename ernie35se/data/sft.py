@@ -3,14 +3,15 @@
     bos  p p p  r r r eos  q q  s s eos        one conversation of two turns; p, q prompts, r, s responses
     -    . . .  x x x x    . .  x x x          x: learnt, EOS included; prompts are read but not learnt
 
-Prompt and response are tokenised apart, so no token spans the two. The model's labels are aligned with its scores: the label
-at t is the token after input t, so the last EOS is a label only, and a sample of n tokens feeds the model n - 1.
+Prompt and response are tokenised apart, so no token spans the two. The model's labels are aligned with its
+scores: the label at t is the token after input t, so the last EOS is a label only, and a sample of n tokens
+feeds the model n - 1.
 
-Packing (`zero_padding`) lays samples of a batch end to end instead of padding each: attention is block-diagonal and positions
-restart, so the losses are those of the samples alone.
+Packing (`zero_padding`) lays samples of a batch end to end instead of padding each: attention is
+block-diagonal and positions restart, so the losses are those of the samples alone.
 
-Padding is on the right in training: causal attention never looks there, so flash attention needs no mask for it.
-Generation pads on the left (`collate_prompts`), since new tokens are appended on the right.
+Padding is on the right in training: causal attention never looks there, so flash attention needs no mask for
+it. Generation pads on the left (`collate_prompts`), since new tokens are appended on the right.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class Limits:
     """How many tokens a sample may have, special tokens included.
 
     Attributes:
-        src_length: of one prompt. tgt_length: of one response, with its EOS. max_length: of the whole conversation.
-        strategy: what happens to a longer one. `keep_answer`: the oldest turns go first; then the middle of a prompt is
-            left out (its start and its end remain); a response is cut, and still ends in EOS, only where it alone is too
-            long. `drop`: left out. `raise`: an error. All are counted.
+        src_length: of one prompt. tgt_length: of one response, with its EOS. max_length: of the whole
+        conversation.
+        strategy: what happens to a longer one. `keep_answer`: the oldest turns go first; then the middle of a
+            prompt is left out (its start and its end remain); a response is cut, and still ends in EOS, only
+            where it alone is too long. `drop`: left out. `raise`: an error. All are counted.
     """
 
     src_length: int = DEFAULT_SRC_LENGTH
@@ -49,8 +51,8 @@ class Limits:
 
     @classmethod
     def of(cls, src_length=None, tgt_length=None, max_length=None, strategy="keep_answer") -> Limits:
-        """Limits from settings that may be left out: max_length is the sum of the other two, and where max_length is given
-        without tgt_length, a response may use all that src_length leaves.
+        """Limits from settings that may be left out: max_length is the sum of the other two, and where
+        max_length is given without tgt_length, a response may use all that src_length leaves.
 
         Raises:
             ValueError: limits that leave no room for a prompt or a response, or an unknown strategy.
@@ -61,7 +63,8 @@ class Limits:
         total = src + tgt_length if max_length is None else max_length
         if min(src, tgt_length, total - 1) < 1:
             raise ValueError(
-                f"src_length {src}, tgt_length {tgt_length}, max_length {total}: expected room for one token of the prompt "
+                f"src_length {src}, tgt_length {tgt_length}, max_length {total}: expected room for one token "
+                "of the prompt "
                 "and one of the response; max_length is at least src_length + 1."
             )
         if strategy not in STRATEGIES:
@@ -118,8 +121,9 @@ class Encoder:
         return {"input_ids": tokens[:-1], "labels": labels[1:], "lengths": [len(tokens) - 1]}
 
     def prompt_ids(self, conversation: Conversation) -> tuple[list[int], str]:
-        """Ids of everything before the last response, and that response's text: what generation gets and should give.
-        Fitted to max_length - tgt_length by leaving out old turns, then the middle of the prompt."""
+        """Ids of everything before the last response, and that response's text: what generation gets and
+        should give. Fitted to max_length - tgt_length by leaving out old turns, then the middle of the
+        prompt."""
         turns = self._turns(conversation)
         room = max(1, self.limits.max_length - self.limits.tgt_length)
         while len(turns) > 1 and sum(len(p) + len(r) for p, r in turns) - len(turns[-1][1]) > room:
@@ -162,7 +166,8 @@ class Encoder:
             return turns
         if limits.strategy == "raise":
             raise ValueError(
-                f"{place}: {'; '.join(too_long)}. Raise the limit, or choose --truncation_strategy keep_answer or drop."
+                f"{place}: {'; '.join(too_long)}. Raise the limit, or choose --truncation_strategy "
+                "keep_answer or drop."
             )
         if limits.strategy == "drop":
             return None
@@ -174,7 +179,8 @@ class Encoder:
         return turns
 
     def _cut(self, prompt, response, whole=None):
-        """Prompt and response within their own limits; with `whole`, within that together, the prompt giving way."""
+        """Prompt and response within their own limits; with `whole`, within that together, the prompt giving
+        way."""
         limits = self.limits
         response_limit = limits.tgt_length if whole is None else min(limits.tgt_length, whole - 1)
         if len(response) > response_limit:
@@ -188,7 +194,8 @@ class Encoder:
 
 
 def _without_middle(ids: list[int], limit: int) -> list[int]:
-    """The first and last halves of `limit` ids: instructions stand at a prompt's start, the cue to answer at its end."""
+    """The first and last halves of `limit` ids: instructions stand at a prompt's start, the cue to answer at
+    its end."""
     if len(ids) <= limit:
         return ids
     limit = max(limit, 1)
@@ -196,14 +203,15 @@ def _without_middle(ids: list[int], limit: int) -> list[int]:
     return ids[: limit - tail] + (ids[-tail:] if tail else [])
 
 
-# ------------------------------------------------------------------------------------------------------- packing
+# -------------------------------------------------------------------------------------------------------
+# packing
 
 
 def pack(lengths: Sequence[int], max_length: int, greedy: bool = False) -> list[list[int]]:
     """Which samples share a row of at most `max_length` tokens: lists of sample numbers.
 
-    In order, a new row starts where the next sample does not fit. Greedy: longest first, each into the fullest row that
-    still takes it (best-fit decreasing), which leaves fewer gaps.
+    In order, a new row starts where the next sample does not fit. Greedy: longest first, each into the
+    fullest row that still takes it (best-fit decreasing), which leaves fewer gaps.
 
     Raises:
         ValueError: a sample longer than a row.
@@ -242,7 +250,10 @@ def _pack_greedily(lengths, max_length):
 
 def join(samples: Sequence[dict]) -> dict:
     """One row of several samples, end to end."""
-    return {key: [value for sample in samples for value in sample[key]] for key in ("input_ids", "labels", "lengths")}
+    return {
+        key: [value for sample in samples for value in sample[key]]
+        for key in ("input_ids", "labels", "lengths")
+    }
 
 
 def pack_samples(samples: Sequence[dict], max_length: int, greedy: bool = False) -> list[dict]:
@@ -258,17 +269,19 @@ def padding_share(rows: Sequence[dict], width: int | None = None) -> float:
     return 1 - sum(lengths) / (width * len(lengths))
 
 
-# ------------------------------------------------------------------------------------------------------- batches
+# -------------------------------------------------------------------------------------------------------
+# batches
 
 
 def collate(samples: Sequence[dict], pad_id: int, flash_mask: bool = False) -> dict[str, np.ndarray]:
     """A right-padded batch of B samples or packed rows, T the longest.
 
     Returns:
-        input_ids, labels (IGNORED at padding) and position_ids, int64 (B, T). Positions count 0, 1, 2, ... in each
-        sample; padding has 0. With packed rows attention_mask (B, 1, T, T), true where query t may look at s; else,
-        if there is padding, attention_mask (B, T), 1 for real tokens. With `flash_mask` instead of any mask
-        attn_mask_startend_row_indices (B, 1, T), int32: column s is hidden from the queries from that row on.
+        input_ids, labels (IGNORED at padding) and position_ids, int64 (B, T). Positions count 0, 1, 2, ... in
+        each sample; padding has 0. With packed rows attention_mask (B, 1, T, T), true where query t may look
+        at s; else, if there is padding, attention_mask (B, T), 1 for real tokens. With `flash_mask` instead
+        of any mask attn_mask_startend_row_indices (B, 1, T), int32: column s is hidden from the queries from
+        that row on.
     """
     width = max(len(sample["input_ids"]) for sample in samples)
     shape = (len(samples), width)
@@ -277,7 +290,9 @@ def collate(samples: Sequence[dict], pad_id: int, flash_mask: bool = False) -> d
         "labels": np.full(shape, IGNORED, dtype=np.int64),
         "position_ids": np.zeros(shape, dtype=np.int64),
     }
-    number_of = np.zeros(shape, dtype=np.int64)  # which sample of its row a token belongs to, 1, 2, ...; 0 for padding
+    number_of = np.zeros(
+        shape, dtype=np.int64
+    )  # which sample of its row a token belongs to, 1, 2, ...; 0 for padding
     ends = np.full((len(samples), 1, width), width, dtype=np.int32)
     for row, sample in enumerate(samples):
         length = len(sample["input_ids"])
@@ -299,7 +314,8 @@ def collate(samples: Sequence[dict], pad_id: int, flash_mask: bool = False) -> d
 
 
 def block_diagonal_mask(number_of: np.ndarray) -> np.ndarray:
-    """(B, T) sample numbers, 0 for padding -> boolean (B, 1, T, T): a query sees its own sample, up to itself."""
+    """(B, T) sample numbers, 0 for padding -> boolean (B, 1, T, T): a query sees its own sample, up to
+    itself."""
     same = (number_of[:, None, :, None] == number_of[:, None, None, :]) & (number_of > 0)[:, None, None, :]
     return same & np.tri(number_of.shape[1], dtype=bool)
 
@@ -315,7 +331,8 @@ def collate_prompts(prompts: Sequence[list[int]], pad_id: int) -> dict[str, np.n
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
-# ------------------------------------------------------------------------------------------------------- a look
+# ------------------------------------------------------------------------------------------------------- a
+# look
 
 
 def preview(row: dict, decode: Callable[[list[int]], str]) -> str:
@@ -338,7 +355,8 @@ def length_histogram(lengths: Sequence[int], bins: int = 8, width: int = 40) -> 
     counts = Counter((length - 1) // step for length in lengths)
     most = max(counts.values())
     return [
-        f"{number * step + 1:6d} - {(number + 1) * step:6d} |{'#' * round(width * counts[number] / most):{width}s} "
+        f"{number * step + 1:6d} - {(number + 1) * step:6d} "
+        f"|{'#' * round(width * counts[number] / most):{width}s} "
         f"{counts[number]}"
         for number in range(max(counts) + 1)
     ]

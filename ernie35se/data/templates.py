@@ -2,13 +2,15 @@
 
 A template is a jinja template of one of two kinds, told apart by the variables it uses:
 
-    by turn       `prompt`, `system` (None but in the first turn) and `index` (0, 1, ...): what comes before one response
-    by messages   `messages` and `add_generation_prompt`, the Hugging Face convention: the whole conversation
+    by turn       `prompt`, `system` (None but in the first turn), `index` (0, 1, ...); gives what comes
+                  before one response
+    by messages   `messages`, `add_generation_prompt`, the Hugging Face convention; gives the conversation
 
-The response itself, and the end-of-sequence token behind it, are no part of the template: the trainer adds them.
+The response itself, and the end-of-sequence token behind it, are no part of the template: the trainer adds
+them.
 
-Only a template may spell special tokens. The user's text passes through it between two marks, so that afterwards both kinds
-of text are known apart and a user's "</s>" stays five characters.
+Only a template may spell special tokens. The user's text passes through it between two marks, so that
+afterwards both kinds of text are known apart and a user's "</s>" stays five characters.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class Template:
 
     def __init__(self, name: str, source: str):
         self.name, self.source = name, source
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        )
         environment.globals["raise_exception"] = _raise
         try:
             variables = meta.find_undeclared_variables(environment.parse(source))
@@ -67,7 +71,8 @@ class Template:
         self.by_messages = "messages" in variables
         if not self.by_messages and "prompt" not in variables:
             raise ValueError(
-                f"template {name!r} uses {sorted(variables) or 'no variable'}; expected `prompt` (and perhaps `system`, "
+                f"template {name!r} uses {sorted(variables) or 'no variable'}; expected `prompt` (and "
+                "perhaps `system`, "
                 "`index`), or `messages` (and `add_generation_prompt`)."
             )
 
@@ -75,12 +80,15 @@ class Template:
         """For each turn, what comes before its response (after the previous one and its EOS).
 
         Args:
-            turns: (prompt, response) pairs. system: the system message or None. eos, bos: spellings, for the template.
+            turns: (prompt, response) pairs. system: the system message or None. eos, bos: spellings, for the
+            template.
         """
         if self.by_messages:
             return self._from_messages(turns, system, eos, bos)
         return [
-            _segments(self._render(prompt=_mark(prompt), system=_mark(system) if not index else None, index=index))
+            _segments(
+                self._render(prompt=_mark(prompt), system=_mark(system) if not index else None, index=index)
+            )
             for index, (prompt, _) in enumerate(turns)
         ]
 
@@ -92,7 +100,9 @@ class Template:
             messages.append({"role": "user", "content": _mark(prompt)})
             text = self._render(messages=messages, add_generation_prompt=True, eos_token=eos, bos_token=bos)
             if not text.startswith(done):
-                raise ValueError(f"template {self.name!r} writes earlier turns differently later; it cannot train several.")
+                raise ValueError(
+                    f"template {self.name!r} writes earlier turns differently later; it cannot train several."
+                )
             after = text[len(done) :]
             after = after[len(eos) :] if done and eos and after.startswith(eos) else after
             prompts.append(_segments(after.removeprefix(bos) if not done and bos else after))
@@ -108,7 +118,8 @@ class Template:
 
 
 def load_template(name: str | None = None, tokenizer_template: str | None = None) -> Template:
-    """A template by name, `tokenizer` (the tokenizer's own), or the path of a jinja file; None is the default, `plain`.
+    """A template by name, `tokenizer` (the tokenizer's own), or the path of a jinja file; None is the
+    default, `plain`.
 
     Raises:
         ValueError: none of these.
@@ -116,14 +127,17 @@ def load_template(name: str | None = None, tokenizer_template: str | None = None
     name = name or DEFAULT_TEMPLATE
     if name == "tokenizer":
         if not tokenizer_template:
-            raise ValueError("template 'tokenizer': this tokenizer has no chat template of its own; name another one.")
+            raise ValueError(
+                "template 'tokenizer': this tokenizer has no chat template of its own; name another one."
+            )
         return Template(name, tokenizer_template)
     if name in TEMPLATES:
         return Template(name, TEMPLATES[name])
     if Path(name).is_file():
         return Template(name, Path(name).read_text(encoding="utf-8"))
     raise ValueError(
-        f"template {name!r}: neither a file nor one of {', '.join([*TEMPLATES, 'tokenizer'])}. Write one in jinja, for "
+        f"template {name!r}: neither a file nor one of {', '.join([*TEMPLATES, 'tokenizer'])}. Write one in "
+        "jinja, for "
         "example: Question: {{ prompt }} Answer:"
     )
 
@@ -131,8 +145,8 @@ def load_template(name: str | None = None, tokenizer_template: str | None = None
 def encode_segments(
     segments: list[Segment], encode: Callable[[str], list[int]], special_ids: Mapping[str, int]
 ) -> list[int]:
-    """Ids of a rendered prompt. Special tokens that the template spells become their ids; between two of them all text,
-    the template's and the user's, is tokenised as one piece, without special tokens.
+    """Ids of a rendered prompt. Special tokens that the template spells become their ids; between two of them
+    all text, the template's and the user's, is tokenised as one piece, without special tokens.
 
     Args:
         encode: plain text -> ids, knows no special tokens.

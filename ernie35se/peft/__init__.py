@@ -7,7 +7,7 @@
 
 | method | what is learnt | merges |
 |---|---|---|
-| lora (rsLoRA, LoRA+, PiSSA, MoSLoRA, LinChain, MoRA, quick LoRA) | a low-rank or square update of linear layers | yes |
+| lora and its kin (lora.py) | a low-rank or square update of linear layers | yes |
 | vera, lokr, dislora | other updates of linear layers | yes |
 | reft, tare | edits that depend on the token | no |
 | prefix | keys and values before each attention layer | no |
@@ -40,14 +40,15 @@ from .tare import TareConfig, TareLinear
 from .vera import VeRAConfig, VeRALinear
 
 __all__ = [
-    "METHODS", "wrap", "save", "load", "load_state", "merge", "merged", "is_wrapped", "trainable_share", "extra_loss",
-    "after_step", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig", "LoRAConfig", "VeRAConfig", "LoKrConfig",
-    "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
+    "METHODS", "wrap", "save", "load", "load_state", "merge", "merged", "is_wrapped", "trainable_share",
+    "extra_loss", "after_step", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig",
+    "LoRAConfig", "VeRAConfig", "LoKrConfig", "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
 ]  # fmt: skip
 
 
 class Method(NamedTuple):
-    """One row of the registry: what it saves, and how it gets into a model: as layers around linear ones, or by `wrap`.
+    """One row of the registry: what it saves, and how it gets into a model: as layers around linear ones, or
+    by `wrap`.
 
     Attributes:
         config: class of its settings.
@@ -86,11 +87,15 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
         The model; `model.adapter_config` is the configuration.
 
     Raises:
-        ValueError: targets that match nothing or twice, a model that has adapters, or one that the method cannot take.
+        ValueError: targets that match nothing or twice, a model that has adapters, or one that the method
+        cannot take.
         NotImplementedError: a pipeline-parallel model.
     """
     if is_wrapped(model):
-        raise ValueError(f"the model already has {model.adapter_config.name()} adapters; merge them, or load a fresh model.")
+        raise ValueError(
+            f"the model already has {model.adapter_config.name()} adapters; merge them, or load a fresh "
+            "model."
+        )
     refuse_parallel(model, config.name())
     for parameter in model.parameters():
         parameter.stop_gradient = True
@@ -155,7 +160,8 @@ def _let_gradients_through(model) -> None:
     model.get_input_embeddings().register_forward_post_hook(after)
 
 
-# ------------------------------------------------------------------------------------------ saving and loading
+# ------------------------------------------------------------------------------------------ saving and
+# loading
 
 
 def saved_method(folder: Union[str, Path]) -> str | None:
@@ -173,7 +179,9 @@ def save(model: nn.Layer, folder: Union[str, Path]) -> None:
     state = {name: value.astype("float32").numpy() for name, value in adapter_state(model).items()}
     weights = folder / f"{config.method}_model_state.safetensors"
     beside = weights.with_name(f".tmp-{weights.name}")
-    save_file({name: np.ascontiguousarray(value) for name, value in state.items()}, str(beside), {"format": "np"})
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in state.items()}, str(beside), {"format": "np"}
+    )
     os.replace(beside, weights)
     config.save(folder)
 
@@ -195,7 +203,8 @@ def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
 
 
 def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
-    """Give the adapters of a wrapped model the values saved in a folder (to resume, or to go back to the best).
+    """Give the adapters of a wrapped model the values saved in a folder (to resume, or to go back to the
+    best).
 
     Raises:
         ValueError: a folder that holds none of this method, or such as do not fit.
@@ -213,7 +222,10 @@ def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
     if safe.is_file():
         return load_file(str(safe))
     if pickled.is_file():
-        logger.warning(f"{pickled}: a pickled file can run code when it is read; it is read because you trust its source.")
+        logger.warning(
+            f"{pickled}: a pickled file can run code when it is read; it is read because you trust its "
+            "source."
+        )
         return paddle.load(str(pickled), return_numpy=True)
     raise ValueError(f"{folder}: has neither {safe.name} nor {pickled.name}.")
 
@@ -221,15 +233,21 @@ def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
 def _check_state(model, state) -> None:
     wanted = {name: list(value.shape) for name, value in adapter_state(model).items()}
     seen = {name: list(value.shape) for name, value in state.items()}
-    for what, names in (("lacks", sorted(set(wanted) - set(seen))), ("has besides", sorted(set(seen) - set(wanted)))):
+    for what, names in (
+        ("lacks", sorted(set(wanted) - set(seen))),
+        ("has besides", sorted(set(seen) - set(wanted))),
+    ):
         if names:
             raise ValueError(
-                f"the saved {model.adapter_config.name()} adapter {what} {names[0]!r} ({len(names)} in all): it was made "
+                f"the saved {model.adapter_config.name()} adapter {what} {names[0]!r} ({len(names)} in all): "
+                "it was made "
                 "for another model, with other targets, or by a version with other names."
             )
     for name, shape in wanted.items():
         if seen[name] != shape:
-            raise ValueError(f"the saved adapter's {name} has shape {seen[name]}; expected {shape} for this model.")
+            raise ValueError(
+                f"the saved adapter's {name} has shape {seen[name]}; expected {shape} for this model."
+            )
 
 
 @paddle.no_grad()
@@ -249,7 +267,8 @@ def _change_bases(model, sign: int) -> None:
 
 
 def merge(model: nn.Layer) -> nn.Layer:
-    """Add the adapters' effect to the weights and take them out, in place. Quantised weights become ordinary ones.
+    """Add the adapters' effect to the weights and take them out, in place. Quantised weights become ordinary
+    ones.
 
     Raises:
         ValueError: a method that cannot be merged.
@@ -267,7 +286,8 @@ def merge(model: nn.Layer) -> nn.Layer:
 
 @contextlib.contextmanager
 def merged(model: nn.Layer):
-    """The adapters merged for a while (`merge_weights`: evaluation without their cost), then exactly as before."""
+    """The adapters merged for a while (`merge_weights`: evaluation without their cost), then exactly as
+    before."""
     _refuse_unmergeable(model)
     kept = []
     for _, layer in adapters(model):
@@ -289,4 +309,6 @@ def _refuse_unmergeable(model) -> None:
         raise ValueError("the model has no adapters to merge.")
     config = model.adapter_config
     if not METHODS[config.method].merges:
-        raise ValueError(f"{config.name()} cannot be merged: what it does depends on the tokens. Load it beside the model.")
+        raise ValueError(
+            f"{config.name()} cannot be merged: what it does depends on the tokens. Load it beside the model."
+        )

@@ -1,11 +1,11 @@
 """What all methods share: settings that are saved, layers that hold an adapter, and the targets they go to.
 
-Adapters change the model in place: a linear layer is replaced by an `AdapterLinear` that holds it as `base`, or a small layer
-is added to the model with hooks on its blocks. So the model stays the class it is, with its generate() and config, and
-recomputation, sharding and evaluation see nothing new.
+Adapters change the model in place: a linear layer is replaced by an `AdapterLinear` that holds it as `base`,
+or a small layer is added to the model with hooks on its blocks. So the model stays the class it is, with its
+generate() and config, and recomputation, sharding and evaluation see nothing new.
 
-Everything random in an adapter is drawn from (seed, parameter's name), never from the global state: replicas of data
-parallel start equal, and so does a resumed run.
+Everything random in an adapter is drawn from (seed, parameter's name), never from the global state: replicas
+of data parallel start equal, and so does a resumed run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ import numpy as np
 import paddle
 from paddle import nn
 
-DEFAULT_TARGETS = [
-    r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|qkv_gate_up_proj|qkv_proj|gate_up_fused_proj)"
-]
+DEFAULT_TARGETS = [r".*\.([qkvo]_proj|(gate|up|down)_proj|qkv_gate_up_proj|qkv_proj|gate_up_fused_proj)"]
 # In files that PaddleNLP wrote, and of no meaning here unless they ask for something.
 _PADDLENLP_KEYS = {
     "scaling", "dtype", "tensor_parallel_degree", "head_dim", "do_qat", "merge_weights", "merge_weight",
     "enable_lora_list", "trainable_modules", "trainable_bias", "loraga", "multi_query_group_num", "lora_plus",
     "num_attention_heads", "num_hidden_layers", "hidden_size", "nola", "nola_basis_num",
 }  # fmt: skip
-_HARMLESS = {"scaling", "dtype", "head_dim", "num_attention_heads", "num_hidden_layers", "hidden_size", "nola_basis_num"}
+_HARMLESS = {
+    "scaling",
+    "dtype",
+    "head_dim",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "hidden_size",
+    "nola_basis_num",
+}
 
 
 @dataclass
@@ -58,7 +64,9 @@ class AdapterConfig:
     def save(self, folder: Union[str, Path]) -> None:
         """Write `<method>_config.json`."""
         path = Path(folder) / self.file_name()
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, folder: Union[str, Path]) -> AdapterConfig:
@@ -91,7 +99,9 @@ class Adapter(nn.Layer):
         """Names (relative to this layer) and parameters of the adapter, frozen ones included."""
         return self.named_parameters()
 
-    def make(self, name: str, start: np.ndarray, trainable: bool = True, learning_rate: float = 1.0, dtype=None):
+    def make(
+        self, name: str, start: np.ndarray, trainable: bool = True, learning_rate: float = 1.0, dtype=None
+    ):
         """Add a parameter that starts as `start`; its learning rate is multiplied by `learning_rate`."""
         attr = paddle.ParamAttr(learning_rate=learning_rate, initializer=nn.initializer.Constant(0.0))
         parameter = self.create_parameter(list(start.shape), attr=attr, dtype=dtype or self._dtype)
@@ -113,8 +123,8 @@ class Adapter(nn.Layer):
 class AdapterLinear(Adapter):
     """y = base(x) + update(dropout(x)), with the linear layer `base` frozen.
 
-    A method defines `update`, a linear function of x; from it follows the merged weight. One that starts from a part of W
-    (PiSSA, DisLoRA) also defines `taken_from_base`, which the base loses.
+    A method defines `update`, a linear function of x; from it follows the merged weight. One that starts from
+    a part of W (PiSSA, DisLoRA) also defines `taken_from_base`, which the base loses.
     """
 
     mergeable = True
@@ -139,7 +149,8 @@ class AdapterLinear(Adapter):
         raise NotImplementedError
 
     def taken_from_base(self) -> Optional[paddle.Tensor]:
-        """(in, out) part of W that the adapter holds at its start, or None. Depends on frozen parameters alone."""
+        """(in, out) part of W that the adapter holds at its start, or None. Depends on frozen parameters
+        alone."""
         return None
 
     @paddle.no_grad()
@@ -160,7 +171,8 @@ class AdapterLinear(Adapter):
             self.base.weight.set_value(self.base.weight + sign * taken)
 
 
-# ------------------------------------------------------------------------------------------------------- random
+# -------------------------------------------------------------------------------------------------------
+# random
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -174,18 +186,22 @@ def kaiming_uniform(seed: int, name: str, shape: tuple[int, ...], fan_in: int) -
 
 
 def top_singular(weight: paddle.Tensor, rank: int, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Singular value decomposition in float64: U (in, n), S (n,) falling, V (n, out), all n = min(in, out) of them.
+    """Singular value decomposition in float64: U (in, n), S (n,) falling, V (n, out), all n = min(in, out) of
+    them.
 
     Raises:
         ValueError: a rank above n.
     """
     most = min(weight.shape)
     if rank > most:
-        raise ValueError(f"{name}: rank {rank}, but the weight of shape {weight.shape} has {most} singular values only.")
+        raise ValueError(
+            f"{name}: rank {rank}, but the weight of shape {weight.shape} has {most} singular values only."
+        )
     return np.linalg.svd(weight.astype("float32").numpy().astype("float64"), full_matrices=False)
 
 
-# ------------------------------------------------------------------------------------------------------ targets
+# ------------------------------------------------------------------------------------------------------
+# targets
 
 
 def find_targets(model: nn.Layer, patterns: Union[str, list, None], kind: type = nn.Layer) -> list[str]:
@@ -194,7 +210,9 @@ def find_targets(model: nn.Layer, patterns: Union[str, list, None], kind: type =
     Raises:
         ValueError: a pattern that matches nothing, or a layer that two of them match.
     """
-    patterns = DEFAULT_TARGETS if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    patterns = (
+        DEFAULT_TARGETS if patterns is None else [patterns] if isinstance(patterns, str) else list(patterns)
+    )
     linear = [name for name, layer in model.named_sublayers() if is_linear(layer)]
     matched: dict[str, str] = {}
     for pattern in patterns:
@@ -205,13 +223,15 @@ def find_targets(model: nn.Layer, patterns: Union[str, list, None], kind: type =
         if not hits:
             example = linear[0] if linear else "none: this model has no linear layers"
             raise ValueError(
-                f"target_modules: {pattern!r} matches no linear layer. Patterns match whole names, such as {example!r}; "
+                f"target_modules: {pattern!r} matches no linear layer. Patterns match whole names, such as "
+                f"{example!r}; "
                 f"for a suffix write '.*\\.{re.sub(r'^[.*]+', '', pattern)}'."
             )
         for name in hits:
             if name in matched:
                 raise ValueError(
-                    f"target_modules: {matched[name]!r} and {pattern!r} both match {name!r}; each layer takes one adapter."
+                    f"target_modules: {matched[name]!r} and {pattern!r} both match {name!r}; each layer "
+                    "takes one adapter."
                 )
             matched[name] = pattern
     return [name for name in linear if name in matched]
@@ -258,10 +278,13 @@ def refuse_parallel(model: nn.Layer, what: str) -> None:
     config = model.config
     if getattr(config, "tensor_parallel_degree", 1) > 1:
         raise ValueError(
-            f"{what} is not made for tensor parallel (tensor_parallel_degree is {config.tensor_parallel_degree}); set it to 1."
+            f"{what} is not made for tensor parallel (tensor_parallel_degree is "
+            f"{config.tensor_parallel_degree}); set it to 1."
         )
     if getattr(config, "pipeline_parallel_degree", 1) > 1 or type(model).__name__.endswith("Pipe"):
-        raise NotImplementedError(f"{what} is not made for pipeline parallel; set pipeline_parallel_degree to 1.")
+        raise NotImplementedError(
+            f"{what} is not made for pipeline parallel; set pipeline_parallel_degree to 1."
+        )
 
 
 def insert(model: nn.Layer, config: AdapterConfig, make_layer, start: bool = True) -> None:

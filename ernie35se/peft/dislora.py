@@ -1,9 +1,12 @@
 """DisLoRA: train W's weakest directions, then add the ones that the task hardly moved (EMNLP 2025, main 695).
 
-W^T = U diag(S) V is the singular value decomposition of the (out, in) matrix. The r directions with the smallest singular
-values form the trainable part s U_r diag(S_r) V_r, s = dislora_alpha / r, and the base loses what that starts as. After
-`dash_flag` optimizer steps each original direction i has changed by |u_i^T D v_i| / (|S_i| + eps), where D is what training
-has added; the `s_tsd` directions of the lowest rate join as s U_tsd diag(S_tsd) V_tsd with only S_tsd learnt. S_tsd
+W^T = U diag(S) V is the singular value decomposition of the (out, in) matrix. The r directions with the
+smallest singular values form the trainable part s U_r diag(S_r) V_r, s = dislora_alpha / r, and the base
+loses what that starts as. After `dash_flag` optimizer steps each original direction i has changed by
+
+    |u_i^T D v_i| / (|S_i| + eps),  D what training has added to the matrix
+
+and the `s_tsd` directions of the lowest rate join as s U_tsd diag(S_tsd) V_tsd with only S_tsd learnt. S_tsd
 starts at 0 (as in LoRA-Dash, Si et al. 2024), so that the output does not jump when they join.
 
 The loss gains ortho_lambda (|U_r^T U_r - I|^2 + |V_r V_r^T - I|^2), Frobenius norms, summed over the layers.
@@ -24,8 +27,9 @@ EPSILON = 1e-6
 
 @dataclass
 class DisLoRAConfig(AdapterConfig):
-    """Attributes beyond AdapterConfig's: rank `r`, `dislora_alpha`, `dislora_dropout`; `dash_flag`, the optimizer step after
-    which `s_tsd` more directions join; `prefer_small_sigma`, or the opposite choices; `ortho_lambda`."""
+    """Attributes beyond AdapterConfig's: rank `r`, `dislora_alpha`, `dislora_dropout`; `dash_flag`, the
+    optimizer step after which `s_tsd` more directions join; `prefer_small_sigma`, or the opposite choices;
+    `ortho_lambda`."""
 
     method: ClassVar[str] = "dislora"
 
@@ -42,7 +46,9 @@ class DisLoRAConfig(AdapterConfig):
         if self.s_tsd > self.r:
             raise ValueError(f"dislora: s_tsd = {self.s_tsd}: expected at most the rank, {self.r}.")
         if not 0 <= self.dislora_dropout < 1:
-            raise ValueError(f"dislora: dislora_dropout = {self.dislora_dropout}: expected a value from 0 to below 1.")
+            raise ValueError(
+                f"dislora: dislora_dropout = {self.dislora_dropout}: expected a value from 0 to below 1."
+            )
 
     @property
     def scaling(self) -> float:
@@ -98,11 +104,17 @@ class DisLoRALinear(AdapterLinear):
         if step != self.config.dash_flag:
             return
         left, values, right = self._decomposed(self.base.weight + self.taken_from_base())
-        change = (self._main_part() - self.taken_from_base()).astype("float32").numpy().astype("float64").T  # (out, in)
+        change = (
+            (self._main_part() - self.taken_from_base()).astype("float32").numpy().astype("float64").T
+        )  # (out, in)
         rate = np.abs(np.einsum("oi,on,ni->n", change, left, right)) / (np.abs(values) + EPSILON)
         order = np.argsort(rate, kind="stable")
         if not self.config.prefer_small_sigma:
             order = order[::-1]
         chosen = order[: self.config.s_tsd]
-        self.dislora_U_tsd.set_value(paddle.to_tensor(left[:, chosen], dtype="float32").astype(self.dislora_U_tsd.dtype))
-        self.dislora_V_tsd.set_value(paddle.to_tensor(right[chosen], dtype="float32").astype(self.dislora_V_tsd.dtype))
+        self.dislora_U_tsd.set_value(
+            paddle.to_tensor(left[:, chosen], dtype="float32").astype(self.dislora_U_tsd.dtype)
+        )
+        self.dislora_V_tsd.set_value(
+            paddle.to_tensor(right[chosen], dtype="float32").astype(self.dislora_V_tsd.dtype)
+        )

@@ -1,9 +1,10 @@
 """LoKr: the update is a Kronecker product (Yeh et al. 2023, arXiv:2309.14859; LyCORIS).
 
-    W^T (out, in) gains s kron(W1, W2);  W1 (o1, i1), W2 (o2, i2) = W2a W2b of rank `lokr_dim`;  o1 o2 = out, i1 i2 = in
+    W^T (out, in) gains s kron(W1, W2);  W1 (o1, i1), W2 (o2, i2) = W2a W2b of rank `lokr_dim`
+    o1 o2 = out,  i1 i2 = in
 
-W1 starts at 0. s = lokr_alpha / lokr_dim, and alpha is lokr_dim unless given. o1 and i1 are the largest divisors that do not
-exceed the square root (or `factor`), so a prime size gives 1.
+W1 starts at 0. s = lokr_alpha / lokr_dim, and alpha is lokr_dim unless given. o1 and i1 are the largest
+divisors that do not exceed the square root (or `factor`), so a prime size gives 1.
 
 With X (i1, i2), the input reshaped, kron(W1, W2) x is W1 X W2^T: the large matrix need never exist.
 """
@@ -21,8 +22,8 @@ from .base import AdapterConfig, AdapterLinear, kaiming_uniform
 
 @dataclass
 class LoKrConfig(AdapterConfig):
-    """Attributes beyond AdapterConfig's: `lokr_dim`, the rank of W2; `lokr_alpha` (0: lokr_dim); `factor`, the largest size
-    of W1 (-1: as near square as possible); `decompose_both`: W1 of low rank too."""
+    """Attributes beyond AdapterConfig's: `lokr_dim`, the rank of W2; `lokr_alpha` (0: lokr_dim); `factor`,
+    the largest size of W1 (-1: as near square as possible); `decompose_both`: W1 of low rank too."""
 
     method: ClassVar[str] = "lokr"
 
@@ -46,7 +47,8 @@ class LoKrConfig(AdapterConfig):
 
 
 def factorise(size: int, factor: int = -1) -> tuple[int, int]:
-    """(m, n) with m n = size and m <= n: `factor` and the rest where it divides, else m the largest divisor within it."""
+    """(m, n) with m n = size and m <= n: `factor` and the rest where it divides, else m the largest divisor
+    within it."""
     most = math.isqrt(size)
     if factor > 0 and size % factor == 0:
         return factor, size // factor

@@ -6,9 +6,10 @@
     PiSSA     x A B, started from W's top singular triplets             Meng et al. 2024, arXiv:2404.02948
     MoSLoRA   s x A M B, M (r, r)                                       Wu et al. 2024, arXiv:2406.11909
     LinChain  s x A M1 ... Mn B                                         arXiv:2411.00039
-    MoRA      decompress(compress(x) M), M square and as large as A and B together, Jiang et al. 2024, arXiv:2405.12130
+    MoRA      decompress(compress(x) M), M square                       Jiang et al. 2024, arXiv:2405.12130
 
-Here A is (in, r) and B (r, out), in the layout of Paddle's weights. Names of settings and parameters are PaddleNLP's.
+Here A is (in, r) and B (r, out), in the layout of Paddle's weights. Names of settings and parameters are
+PaddleNLP's.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from .base import (
 @dataclass
 class LoRAConfig(AdapterConfig):
     """Attributes beyond AdapterConfig's: rank `r`; `lora_alpha` (None: 2r, or 4 with rslora); `lora_dropout`;
-    the switches `rslora`, `pissa`, `use_mora`, `lora_use_mixer` with the number of mixers `mixer_num`, `use_quick_lora`;
-    `lora_plus_scale`, the learning rate of B as a multiple of A's. QLoRA: `weight_quantize_algo`, how the model's linear
-    layers are stored (None: as they are), `weight_blocksize`, `weight_double_quant`; see quant.py."""
+    the switches `rslora`, `pissa`, `use_mora`, `lora_use_mixer` with the number of mixers `mixer_num`,
+    `use_quick_lora`; `lora_plus_scale`, the learning rate of B as a multiple of A's. QLoRA:
+    `weight_quantize_algo`, how the model's linear layers are stored (None: as they are), `weight_blocksize`,
+    `weight_double_quant`; see quant.py."""
 
     method: ClassVar[str] = "lora"
 
@@ -72,18 +74,26 @@ class LoRAConfig(AdapterConfig):
         if len(shapes) > 1:
             raise ValueError(f"lora: {' and '.join(shapes)} exclude each other; choose one.")
         if self.rslora and (self.pissa or self.use_mora):
-            raise ValueError(f"lora: {shapes[0]} has no scale alpha / r that rslora could change; turn one of them off.")
+            raise ValueError(
+                f"lora: {shapes[0]} has no scale alpha / r that rslora could change; turn one of them off."
+            )
         if self.use_mora and self.lora_plus_scale != 1:
-            raise ValueError("lora: use_mora has no matrix B that lora_plus_scale could speed up; turn one of them off.")
+            raise ValueError(
+                "lora: use_mora has no matrix B that lora_plus_scale could speed up; turn one of them off."
+            )
         if self.weight_quantize_algo is not None:
             quant.check_settings(self.weight_quantize_algo, self.weight_blocksize)
             for name in ("pissa", "use_quick_lora"):
                 if getattr(self, name):
-                    raise ValueError(f"lora: {name} needs the weights themselves, not quantised; turn one of them off.")
+                    raise ValueError(
+                        f"lora: {name} needs the weights themselves, not quantised; turn one of them off."
+                    )
         elif self.weight_double_quant:
             raise ValueError("lora: weight_double_quant needs weight_quantize_algo.")
         if self.use_quick_lora and (self.lora_dropout or self.use_mora or self.lora_use_mixer):
-            logger.warning("use_quick_lora covers plain LoRA without dropout alone: the ordinary form is used.")
+            logger.warning(
+                "use_quick_lora covers plain LoRA without dropout alone: the ordinary form is used."
+            )
             self.use_quick_lora = False
 
     @property
@@ -111,12 +121,20 @@ class LoRALinear(AdapterLinear):
         self.scaling, self.quick = config.scaling, config.use_quick_lora
         rank, inside, outside = config.r, self.in_features, self.out_features
         if config.pissa:
-            a, b = self._top_triplets(name, rank) if start else (np.zeros([inside, rank]), np.zeros([rank, outside]))
+            a, b = (
+                self._top_triplets(name, rank)
+                if start
+                else (np.zeros([inside, rank]), np.zeros([rank, outside]))
+            )
         else:
             a = kaiming_uniform(config.seed, f"{name}.lora_A", (inside, rank), fan_in=inside)
             b = np.zeros([rank, outside])
         self.make("lora_A", a)
-        self.mixers = ["lora_AB", *(f"lora_AB_{i}" for i in range(1, config.mixer_num))] if config.lora_use_mixer else []
+        self.mixers = (
+            ["lora_AB", *(f"lora_AB_{i}" for i in range(1, config.mixer_num))]
+            if config.lora_use_mixer
+            else []
+        )
         for mixer in self.mixers:
             self.make(mixer, kaiming_uniform(config.seed, f"{name}.{mixer}", (rank, rank), fan_in=rank))
         self.make("lora_B", b, learning_rate=config.lora_plus_scale)
@@ -149,9 +167,9 @@ class LoRALinear(AdapterLinear):
 class MoRALinear(AdapterLinear):
     """One square matrix of n^2 parameters, n = sqrt((in + out) r) made even.
 
-    Compress: x, repeated to fill whole groups of n, is cut into groups; group g is rotated by g times RoPE's angles, so that
-    the groups can be told apart. Each group meets the matrix. Decompress: the groups laid out in a row, cut or repeated to
-    `out` values. (The form with rotation of the paper, section 3.2.)
+    Compress: x, repeated to fill whole groups of n, is cut into groups; group g is rotated by g times RoPE's
+    angles, so that the groups can be told apart. Each group meets the matrix. Decompress: the groups laid out
+    in a row, cut or repeated to `out` values. (The form with rotation of the paper, section 3.2.)
     """
 
     def __init__(self, name, base, config: LoRAConfig, start: bool = True):
@@ -186,11 +204,14 @@ def prepare(name, base, config: LoRAConfig):
     """A linear layer as the method wants it: quantised, where QLoRA is asked for."""
     if not config.weight_quantize_algo:
         return base
-    return quant.QuantisedLinear(base, config.weight_quantize_algo, config.weight_blocksize, config.weight_double_quant)
+    return quant.QuantisedLinear(
+        base, config.weight_quantize_algo, config.weight_blocksize, config.weight_double_quant
+    )
 
 
 def wrap(model, config: LoRAConfig, start: bool = True) -> None:
-    """Put the adapters into the model. QLoRA quantises all linear layers of the blocks, with adapter or without."""
+    """Put the adapters into the model. QLoRA quantises all linear layers of the blocks, with adapter or
+    without."""
     if config.weight_quantize_algo:
         for name in find_targets(model, None):
             replace_layer(model, name, prepare(name, get_layer(model, name), config))

@@ -1,10 +1,10 @@
 """Adapters into weight files, without the model: one shard in memory at a time, arithmetic in float32.
 
     base/model-00001-of-00002.safetensors  --+
-    adapter/lora_config.json, ...          --+-->  output/model-00001-of-00002.safetensors, config, tokenizer, ...
+    adapter/lora_config.json, ...          --+-->  output/model-00001-of-00002.safetensors, config, ...
 
-Each target's weight goes through the same layer that trained, so that merging is right by construction for every method. The
-output folder gets its name when everything in it is written.
+Each target's weight goes through the same layer that trained, so that merging is right by construction for
+every method. The output folder gets its name when everything in it is written.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from .base import DEFAULT_TARGETS
 SAFE, PICKLED = "model.safetensors", "model_state.pdparams"
 _WEIGHTS = re.compile(r"(model.*\.safetensors|model_state.*\.pdparams)(\.index\.json)?|pytorch_model.*")
 # What a training run leaves beside a model, and no model needs.
-_RUN_FILES = re.compile(r"checkpoint-.*|training_args\.bin|trainer_state\.json|.*_results\.json|curves\.png|runs|optimizer.*|"
-                        r"scheduler.*|rng_state.*|generated-.*|complete\.json|progress\.json|previous.*|\..*|.*\.log")  # fmt: skip
+_RUN_FILES = re.compile(
+    r"checkpoint-.*|training_args\.bin|trainer_state\.json|.*_results\.json|curves\.png|runs|optimizer.*|"
+    r"scheduler.*|rng_state.*|generated-.*|complete\.json|progress\.json|previous.*|\..*|.*\.log"
+)
 
 
 def merge_files(
-    base: Union[str, Path], adapter: Union[str, Path], output: Union[str, Path], methods: tuple = (), safe: bool = True
+    base: Union[str, Path],
+    adapter: Union[str, Path],
+    output: Union[str, Path],
+    methods: tuple = (),
+    safe: bool = True,
 ) -> int:
     """Write the base model with the adapter's effect in its weights.
 
@@ -54,12 +60,16 @@ def merge_files(
     method = saved_method(adapter) if adapter.is_dir() else None
     if method is None or (methods and method not in methods):
         wanted = ", ".join(METHODS[name].config.file_name() for name in (methods or METHODS))
-        raise ValueError(f"{adapter}: holds {f'a {method} adapter' if method else 'no adapter'}; expected {wanted}.")
+        raise ValueError(
+            f"{adapter}: holds {f'a {method} adapter' if method else 'no adapter'}; expected {wanted}."
+        )
     config = METHODS[method].config.load(adapter)
     if not METHODS[method].merges:
         raise ValueError(f"{adapter}: {config.name()} cannot be merged: what it does depends on the tokens.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output}: exists already; name a new folder, so that nothing of another model stays in it.")
+        raise ValueError(
+            f"{output}: exists already; name a new folder, so that nothing of another model stays in it."
+        )
     shards = weight_shards(base)
     merger = _Merger(config, read_state(adapter, method))
     staging = output.with_name(f".tmp-{output.name}")
@@ -104,7 +114,9 @@ class _Merger:
 
     def __call__(self, name: str, value: paddle.Tensor) -> paddle.Tensor:
         layer = name.removesuffix(".weight")
-        quantised = getattr(self.config, "weight_quantize_algo", None) and re.fullmatch(DEFAULT_TARGETS[0], layer)
+        quantised = getattr(self.config, "weight_quantize_algo", None) and re.fullmatch(
+            DEFAULT_TARGETS[0], layer
+        )
         if layer == name or value.ndim != 2 or not (layer in self.layers or quantised):
             return value
         base = nn.Linear(*value.shape, bias_attr=False)
@@ -121,9 +133,14 @@ class _Merger:
     def _merged(self, name: str, base) -> paddle.Tensor:
         layer = self.make(name, base, self.config, False)
         own, saved = dict(layer.own_parameters()), self.layers[name]
-        wrong = set(own) ^ set(saved) or [key for key in own if list(own[key].shape) != list(saved[key].shape)]
+        wrong = set(own) ^ set(saved) or [
+            key for key in own if list(own[key].shape) != list(saved[key].shape)
+        ]
         if wrong:
-            raise ValueError(f"the adapter's {name}.{sorted(wrong)[0]} does not fit the base model's weight; is it its own?")
+            raise ValueError(
+                f"the adapter's {name}.{sorted(wrong)[0]} does not fit the base model's weight; is it its "
+                "own?"
+            )
         for key, parameter in own.items():
             parameter.set_value(paddle.to_tensor(np.asarray(saved[key])).astype("float32"))
         layer.change_base(-1)
@@ -132,7 +149,10 @@ class _Merger:
     def check_all_used(self) -> None:
         left = sorted(set(self.layers) - self.used)
         if left:
-            raise ValueError(f"the base model has no weight {left[0]}.weight ({len(left)} such), which the adapter changes.")
+            raise ValueError(
+                f"the base model has no weight {left[0]}.weight ({len(left)} such), which the adapter "
+                "changes."
+            )
 
 
 def weight_shards(folder: Path) -> list[Path]:
@@ -152,7 +172,9 @@ def weight_shards(folder: Path) -> list[Path]:
         if (folder / single).is_file():
             return [_checked(folder / single)]
     if folder.is_dir() and any(folder.glob("model_state.tp*.pdparams")):
-        raise ValueError(f"{folder}: holds a tensor-parallel model; join it first with tools/merge_tensor_parallel.py.")
+        raise ValueError(
+            f"{folder}: holds a tensor-parallel model; join it first with tools/merge_tensor_parallel.py."
+        )
     raise ValueError(f"{folder}: holds no {SAFE} or {PICKLED}; expected the base model's folder.")
 
 
@@ -161,7 +183,8 @@ def _checked(file: Path) -> Path:
         with safe_open(str(file), framework="np") as opened:
             if (opened.metadata() or {}).get("format") == "pt":
                 raise ValueError(
-                    f"{file}: written by PyTorch, which stores weights transposed. Load the model with PaddleNLP "
+                    f"{file}: written by PyTorch, which stores weights transposed. Load the model with "
+                    "PaddleNLP "
                     "(convert_from_torch=True), save it, and name that folder."
                 )
     return file
@@ -170,8 +193,14 @@ def _checked(file: Path) -> Path:
 def _read(file: Path) -> dict[str, paddle.Tensor]:
     if file.suffix == ".safetensors":
         return load_file(str(file))
-    logger.warning(f"{file}: a pickled file can run code when it is read; it is read because you trust its source.")
-    return {name: paddle.to_tensor(value) for name, value in paddle.load(str(file)).items() if name != "StructuredToParameterName@@"}
+    logger.warning(
+        f"{file}: a pickled file can run code when it is read; it is read because you trust its source."
+    )
+    return {
+        name: paddle.to_tensor(value)
+        for name, value in paddle.load(str(file)).items()
+        if name != "StructuredToParameterName@@"
+    }
 
 
 def _write(state: dict[str, paddle.Tensor], file: Path) -> None:
@@ -187,20 +216,26 @@ def _output_name(number: int, count: int, safe: bool) -> str:
 
 
 def _copy_rest(base: Path, adapter: Path, target: Path, method: str) -> None:
-    """Config, generation config, tokenizer and template: the base's, and what the adapter's folder has besides."""
+    """Config, generation config, tokenizer and template: the base's, and what the adapter's folder has
+    besides."""
     for folder in (base, adapter):
         for file in sorted(folder.iterdir()):
-            skipped = _WEIGHTS.fullmatch(file.name) or _RUN_FILES.fullmatch(file.name) or file.name.startswith(f"{method}_")
+            skipped = (
+                _WEIGHTS.fullmatch(file.name)
+                or _RUN_FILES.fullmatch(file.name)
+                or file.name.startswith(f"{method}_")
+            )
             if file.is_file() and not skipped and (folder == base or not (target / file.name).exists()):
                 shutil.copy2(file, target / file.name)
 
 
 @paddle.no_grad()
 def compare_logits(base, adapter, output, length: int = 16) -> Iterator[tuple[str, float]]:
-    """("changed", largest difference that the adapter makes), ("merged", largest difference that merging makes), in logits of
-    fixed random tokens. Needs the models in memory, one after the other."""
-    from .. import auto  # noqa: F401
+    """("changed", largest difference that the adapter makes), ("merged", largest difference that merging
+    makes), in logits of fixed random tokens. Needs the models in memory, one after the other."""
     from paddlenlp.transformers import AutoModelForCausalLM
+
+    from .. import auto  # noqa: F401
 
     def logits(model):
         model.eval()

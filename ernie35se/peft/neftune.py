@@ -1,7 +1,7 @@
 """NEFTune: noise on the embeddings while training (Jain et al. 2023, arXiv:2310.05914).
 
-Uniform in +-alpha / sqrt(L d) with L the real length of the row and d the width. Nothing is learnt or saved, and outside of
-training the model is unchanged.
+Uniform in +-alpha / sqrt(L d) with L the real length of the row and d the width. Nothing is learnt or saved,
+and outside of training the model is unchanged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Prefix tuning: learnt keys and values before every attention layer (Li & Liang 2021, arXiv:2101.00190).
 
-Each layer with attention sees P more keys and values, which every query may look at. They are added where the layer is
-called, and taken off the cache that it returns: outside of it nothing knows of them. So positions, padding, masks and
-caches are those of the model without a prefix, and recomputation computes the prefix again along with its block.
+Each layer with attention sees P more keys and values, which every query may look at. They are added where the
+layer is called, and taken off the cache that it returns: outside of it nothing knows of them. So positions,
+padding, masks and caches are those of the model without a prefix, and recomputation computes the prefix again
+along with its block.
 
-The keys are used as they are, without rotation. A layer without attention (the tail block) has no prefix. With
-`prefix_projection` a small table is mapped through tanh to all keys and values; after training only the result matters.
+The keys are used as they are, without rotation. A layer without attention (the tail block) has no prefix.
+With `prefix_projection` a small table is mapped through tanh to all keys and values; after training only the
+result matters.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ DEVIATION = 0.02  # of the learnt values at the start
 
 @dataclass
 class PrefixConfig(AdapterConfig):
-    """Attributes beyond AdapterConfig's: `num_prefix_tokens`; `prefix_projection` with `prefix_projection_hidden_size` (None:
-    the model's hidden size); `prefix_dropout` on the learnt keys and values."""
+    """Attributes beyond AdapterConfig's: `num_prefix_tokens`; `prefix_projection` with
+    `prefix_projection_hidden_size` (None: the model's hidden size); `prefix_dropout` on the learnt keys and
+    values."""
 
     method: ClassVar[str] = "prefix"
 
@@ -41,7 +44,9 @@ class PrefixConfig(AdapterConfig):
         if self.prefix_projection_hidden_size is not None:
             self.require_positive("prefix_projection_hidden_size")
         if not 0 <= self.prefix_dropout < 1:
-            raise ValueError(f"prefix: prefix_dropout = {self.prefix_dropout}: expected a value from 0 to below 1.")
+            raise ValueError(
+                f"prefix: prefix_dropout = {self.prefix_dropout}: expected a value from 0 to below 1."
+            )
 
     def name(self) -> str:
         return "Prefix"
@@ -83,7 +88,8 @@ class PrefixEncoder(Adapter):
 
 
 def wrap(model, config: PrefixConfig, start: bool = True) -> None:
-    """Add the encoder, as `model.prefix_encoder`, and hook it to the attention layers; see the package's `wrap`."""
+    """Add the encoder, as `model.prefix_encoder`, and hook it to the attention layers; see the package's
+    `wrap`."""
     settings = model.config
     heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
@@ -137,7 +143,9 @@ def _hooks_of_paddlenlp(encoder, number):
         call.apply_defaults()
         arguments = call.arguments
         if arguments.get("attn_mask_startend_row_indices") is not None:
-            raise ValueError("prefix: packing with flash_mask leaves no place for a prefix; use zero_padding without it.")
+            raise ValueError(
+                "prefix: packing with flash_mask leaves no place for a prefix; use zero_padding without it."
+            )
         x, past, mask = arguments["hidden_states"], arguments["past_key_value"], arguments["attention_mask"]
         if mask is None:  # the attention's own causal form; with a prefix it needs a mask
             seen = x.shape[1] + (past[0].shape[1] if past else 0)
@@ -152,7 +160,8 @@ def _hooks_of_paddlenlp(encoder, number):
         if not isinstance(outputs, tuple):
             return outputs
         return tuple(
-            tuple(cached[:, encoder.length :] for cached in part) if isinstance(part, tuple) else part for part in outputs
+            tuple(cached[:, encoder.length :] for cached in part) if isinstance(part, tuple) else part
+            for part in outputs
         )
 
     return before, after

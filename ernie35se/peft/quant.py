@@ -1,7 +1,7 @@
-"""QLoRA's frozen weights in 4 or 8 bits (Dettmers et al. 2023, arXiv:2305.14314), in plain Paddle, on any device.
+"""QLoRA's frozen weights in 4 or 8 bits (Dettmers et al. 2023, arXiv:2305.14314), on any device.
 
-A weight is cut into blocks of `weight_blocksize` values. Each block keeps its largest magnitude, the scale, and for every value
-the nearest code, two codes to a byte where they have 4 bits:
+A weight is cut into blocks of `weight_blocksize` values. Each block keeps its largest magnitude, the scale,
+and for every value the nearest code, two codes to a byte where they have 4 bits:
 
     nf4               the 16 quantiles of a normal distribution, with 0 among them
     fp4               a 4-bit float: 0, 1/192, 1/6, 1/4, 1/3, 1/2, 2/3, 1 and their negatives
@@ -27,7 +27,8 @@ ALGORITHMS = ("nf4", "fp4", "weight_only_int8", "weight_only_int4")
 
 
 def _normal_float_codes() -> list[float]:
-    """Quantiles at equal steps of probability, 8 above zero and 7 below, scaled into -1 ... 1 (QLoRA, appendix E)."""
+    """Quantiles at equal steps of probability, 8 above zero and 7 below, scaled into -1 ... 1 (QLoRA,
+    appendix E)."""
     offset, quantile = 0.9677083, NormalDist().inv_cdf
     above = [quantile(p) for p in np.linspace(offset, 0.5, 9)[:-1]]
     below = [-quantile(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
@@ -50,7 +51,8 @@ def nearest_codes(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def quantise_blocks(values: np.ndarray, codes: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Flat values (n,), float32, to code numbers (blocks, block), the last block filled with zeros, and scales (blocks,)."""
+    """Flat values (n,), float32, to code numbers (blocks, block), the last block filled with zeros, and
+    scales (blocks,)."""
     blocks = np.pad(values, (0, -len(values) % block)).reshape(-1, block)
     scales = np.abs(blocks).max(axis=1)
     return nearest_codes(blocks / np.where(scales == 0, 1, scales)[:, None], codes), scales
@@ -95,7 +97,9 @@ class QuantisedLinear(nn.Layer):
         self._keep("table", _byte_table(self.codes) if self.two_a_byte else self.codes[:, None])
         if double:
             self.scale_mean = float(scales.mean())
-            numbers, coarse = quantise_blocks(scales - self.scale_mean, CODES["weight_only_int8"], SCALE_BLOCK)
+            numbers, coarse = quantise_blocks(
+                scales - self.scale_mean, CODES["weight_only_int8"], SCALE_BLOCK
+            )
             self._keep("scale_numbers", numbers.ravel()[: len(scales)])
             self._keep("scale_scales", coarse)
         else:

@@ -3,16 +3,17 @@
     LoreftIntervention   h + R^T (act(W h + b) - R h)      R (r, C) with orthonormal rows
     TinyIntervention     h + diag(b) B^T diag(a) A^T h     without R's own projection; B starts at 0
 
-R is kept orthonormal by construction: the parameter that is learnt goes through Gram-Schmidt first. Tokens are the first and last of the
-prompt, `f7+l7` for seven each (a token counts once where the two meet). In generation the prompt is edited while it is
-read, new tokens are not. The edit depends on the token's place, so it cannot be merged, and packed rows have no one prompt.
+R is kept orthonormal by construction: the parameter that is learnt goes through Gram-Schmidt first. Tokens
+are the first and last of the prompt, `f7+l7` for seven each (a token counts once where the two meet). In
+generation the prompt is edited while it is read, new tokens are not. The edit depends on the token's place,
+so it cannot be merged, and packed rows have no one prompt.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar, Union
+from typing import ClassVar
 
 import numpy as np
 import paddle
@@ -28,8 +29,9 @@ ACTIVATIONS = {"linear": lambda x: x, "relu": F.relu, "gelu": F.gelu, "silu": F.
 
 @dataclass
 class ReFTConfig(AdapterConfig):
-    """Attributes beyond AdapterConfig's: `layers`, "all" or numbers of blocks separated by `;`; `position`, such as f7+l7;
-    `intervention_type`; `rank`; `act_fn`; `add_bias`, whether W has b; `dropout` on what is added."""
+    """Attributes beyond AdapterConfig's: `layers`, "all" or numbers of blocks separated by `;`; `position`,
+    such as f7+l7; `intervention_type`; `rank`; `act_fn`; `add_bias`, whether W has b; `dropout` on what is
+    added."""
 
     method: ClassVar[str] = "reft"
 
@@ -44,7 +46,10 @@ class ReFTConfig(AdapterConfig):
     def __post_init__(self):
         self.require_positive("rank")
         if self.intervention_type not in INTERVENTIONS:
-            raise ValueError(f"reft: intervention_type = {self.intervention_type!r}: expected {' or '.join(INTERVENTIONS)}.")
+            raise ValueError(
+                f"reft: intervention_type = {self.intervention_type!r}: expected "
+                f"{' or '.join(INTERVENTIONS)}."
+            )
         if self.act_fn not in ACTIVATIONS:
             raise ValueError(f"reft: act_fn = {self.act_fn!r}: expected one of {', '.join(ACTIVATIONS)}.")
         if not 0 <= self.dropout < 1:
@@ -64,7 +69,9 @@ class ReFTConfig(AdapterConfig):
             return list(range(count))
         numbers = [int(part) if part.strip().isdigit() else -1 for part in re.split("[;,]", self.layers)]
         if not all(0 <= number < count for number in numbers) or len(set(numbers)) < len(numbers):
-            raise ValueError(f"reft: layers = {self.layers!r}: expected all, or numbers from 0 to {count - 1} such as 0;2.")
+            raise ValueError(
+                f"reft: layers = {self.layers!r}: expected all, or numbers from 0 to {count - 1} such as 0;2."
+            )
         return numbers
 
     def name(self) -> str:
@@ -78,7 +85,9 @@ class LoreftIntervention(Adapter):
         super().__init__(dtype=dtype)
         start = generator(config.seed, f"{name}.rotate").normal(size=(width, config.rank))
         self.make("rotate", np.linalg.qr(start)[0])
-        self.make("source", kaiming_uniform(config.seed, f"{name}.source", (width, config.rank), fan_in=width))
+        self.make(
+            "source", kaiming_uniform(config.seed, f"{name}.source", (width, config.rank), fan_in=width)
+        )
         self.bias = self.make("source_bias", np.zeros([config.rank])) if config.add_bias else None
         self.act, self.dropout = ACTIVATIONS[config.act_fn], nn.Dropout(config.dropout)
 
@@ -96,7 +105,9 @@ class TinyIntervention(Adapter):
 
     def __init__(self, name, width: int, config: ReFTConfig, dtype):
         super().__init__(dtype=dtype)
-        self.make("param_A", kaiming_uniform(config.seed, f"{name}.param_A", (width, config.rank), fan_in=width))
+        self.make(
+            "param_A", kaiming_uniform(config.seed, f"{name}.param_A", (width, config.rank), fan_in=width)
+        )
         self.make("param_B", np.zeros([config.rank, width]))
         self.make("param_a", np.ones([config.rank]))
         self.make("param_b", np.ones([width]))
@@ -107,8 +118,8 @@ class TinyIntervention(Adapter):
 
 
 def orthonormal(columns: paddle.Tensor) -> paddle.Tensor:
-    """(C, r) by Gram-Schmidt: each column loses its parts along those before it and gets length 1. (Paddle's own QR ends the
-    process on some CPUs.)"""
+    """(C, r) by Gram-Schmidt: each column loses its parts along those before it and gets length 1. (Paddle's
+    own QR ends the process on some CPUs.)"""
     done = []
     for column in columns.unbind(axis=1):
         for _ in range(2 if done else 0):  # a second time takes away what rounding left
@@ -128,7 +139,9 @@ def wrap(model, config: ReFTConfig, start: bool = True) -> None:
     """Add the interventions, as `model.reft`, and hook them behind the blocks; see the package's `wrap`."""
     blocks = blocks_of(model)
     numbers = config.layer_numbers(len(blocks))
-    kind = {"LoreftIntervention": LoreftIntervention, "TinyIntervention": TinyIntervention}[config.intervention_type]
+    kind = {"LoreftIntervention": LoreftIntervention, "TinyIntervention": TinyIntervention}[
+        config.intervention_type
+    ]
     width, dtype = model.config.hidden_size, next(iter(model.parameters())).dtype
     model.reft = nn.LayerDict({str(n): kind(f"reft.{n}", width, config, dtype) for n in numbers})
     notes, (first, last) = BatchNotes(model), config.first_and_last()

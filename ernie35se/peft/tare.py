@@ -1,8 +1,8 @@
 """TARE: token-aware editing of the FFN's output (PaddleNLP's peft/tare).
 
-Behind the output projection, a linear gate gives every token n scores from its hidden state h (C,). The softmax over the k
-best weighs k editors, h * a_i + b_i. a starts at 1 and b at 0, so all of it starts as the identity. What it does depends
-on the token, so it cannot be merged into a weight.
+Behind the output projection, a linear gate gives every token n scores from its hidden state h (C,). The
+softmax over the k best weighs k editors, h * a_i + b_i. a starts at 1 and b at 0, so all of it starts as the
+identity. What it does depends on the token, so it cannot be merged into a weight.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class TareLinear(AdapterLinear):
     def __init__(self, name, base, config: TareConfig, start: bool = True):
         super().__init__(base)
         self.k, width = config.tare_k, self.out_features
-        self.make("tare_gate", kaiming_uniform(config.seed, f"{name}.tare_gate", (width, config.tare_n), fan_in=width))
+        self.make(
+            "tare_gate",
+            kaiming_uniform(config.seed, f"{name}.tare_gate", (width, config.tare_n), fan_in=width),
+        )
         self.make("tare_a", np.ones([config.tare_n, width]))
         self.make("tare_b", np.zeros([config.tare_n, width]))
 
@@ -55,5 +58,7 @@ class TareLinear(AdapterLinear):
         scores = h @ self.tare_gate  # (..., n)
         best, chosen = paddle.topk(scores, self.k, axis=-1)
         weights = F.softmax(best, axis=-1)  # (..., k)
-        weights = (F.one_hot(chosen, scores.shape[-1]).astype(weights.dtype) * weights.unsqueeze(-1)).sum(-2)  # (..., n)
+        weights = (F.one_hot(chosen, scores.shape[-1]).astype(weights.dtype) * weights.unsqueeze(-1)).sum(
+            -2
+        )  # (..., n)
         return h * (weights @ self.tare_a) + weights @ self.tare_b

@@ -1,6 +1,7 @@
 """What an adapter's hooks know of the batch in hand: which tokens are real, and which are the prompt.
 
-Hooks deep in the model see hidden states alone. A hook on the model itself notes the rest before each forward.
+Hooks deep in the model see hidden states alone. A hook on the model itself notes the rest before each
+forward.
 """
 
 from __future__ import annotations
@@ -41,9 +42,12 @@ class BatchNotes:
         return mask.astype("bool").any(axis=-1)
 
     def prompt_tokens(self, batch: int, length: int) -> paddle.Tensor:
-        """(B, T) booleans: the real tokens up to the one whose label is learnt first; without labels all real ones."""
+        """(B, T) booleans: the real tokens up to the one whose label is learnt first; without labels all real
+        ones."""
         real, labels = self.real_tokens(batch, length), self.arguments.get("labels")
         if labels is None:
             return real
-        learnt = (labels != -100).astype("int64")  # the label at t is the token after t, so t itself is prompt
+        learnt = (labels != -100).astype(
+            "int64"
+        )  # the label at t is the token after t, so t itself is prompt
         return real & (learnt.cumsum(axis=-1) - learnt == 0)

@@ -1,9 +1,9 @@
-"""VeRA: frozen random matrices, the same for all layers, and two learnt vectors (Kopiczko et al. 2023, arXiv:2310.11454).
+"""VeRA: frozen random matrices, the same for all layers, and two learnt vectors (Kopiczko et al. 2023).
 
-    s x A diag(d) B diag(b),  A (in, r) and B (r, out) frozen, d starts at 0.1, b at 0; s = vera_alpha / r, 1 unless set
+    s x A diag(d) B diag(b)    A (in, r) and B (r, out) frozen, d starts at 0.1, b at 0; s = vera_alpha / r
 
-A and B are slices of two matrices drawn from the saved seed, so they need not be saved. With `pissa_init`, PaddleNLP's own
-variant, A and B are W's top singular triplets, d and b start at 1, and B is learnt as well.
+A and B are slices of two matrices drawn from the saved seed, so they need not be saved. With `pissa_init`,
+PaddleNLP's own variant, A and B are W's top singular triplets, d and b start at 1, and B is learnt as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class VeRAConfig(AdapterConfig):
         if not 0 <= self.vera_dropout < 1:
             raise ValueError(f"vera: vera_dropout = {self.vera_dropout}: expected a value from 0 to below 1.")
         if self.pissa_init and self.vera_alpha != self.r:
-            raise ValueError(f"vera: pissa_init needs the scale 1, vera_alpha = r = {self.r}; leave vera_alpha out.")
+            raise ValueError(
+                f"vera: pissa_init needs the scale 1, vera_alpha = r = {self.r}; leave vera_alpha out."
+            )
 
     def name(self) -> str:
         return "VeRA"
@@ -44,10 +46,13 @@ class VeRAConfig(AdapterConfig):
 
 @functools.lru_cache(maxsize=64)  # layers of one size share their tensor
 def _shared_random(seed: int, side: str, length: int, rank: int, dtype) -> paddle.Tensor:
-    """(length, rank): the first rows of one endless matrix, so that layers of all sizes slice the same one."""
+    """(length, rank): the first rows of one endless matrix, so that layers of all sizes slice the same
+    one."""
     raw = generator(seed, f"vera.{side}").uniform(-1, 1, (length, rank))
     fan_in = length if side == "A" else rank
-    return paddle.to_tensor(raw * math.sqrt(3 / fan_in), dtype=dtype)  # keeps the variance of what passes through
+    return paddle.to_tensor(
+        raw * math.sqrt(3 / fan_in), dtype=dtype
+    )  # keeps the variance of what passes through
 
 
 class VeRALinear(AdapterLinear):

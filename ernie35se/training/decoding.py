@@ -1,8 +1,9 @@
 """Greedy decoding of a left-padded batch, for evaluation with generation and for samples.
 
-Works with any model whose forward takes input_ids, position_ids, attention_mask, past_key_values and use_cache. A batch gives
-the texts that its rows give alone: positions count from each row's first real token, evenly spaced where the model wants
-that, and the spacing is fixed before the first token, so cached keys keep theirs.
+Works with any model whose forward takes input_ids, position_ids, attention_mask, past_key_values and
+use_cache. A batch gives the texts that its rows give alone: positions count from each row's first real token,
+evenly spaced where the model wants that, and the spacing is fixed before the first token, so cached keys keep
+theirs.
 """
 
 from __future__ import annotations

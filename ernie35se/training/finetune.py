@@ -1,11 +1,11 @@
 """The fine-tuning loop: the pretraining trainer with epochs, adapters, packed rows and metrics of its own.
 
-    order       `ShuffledEpochs`: every epoch in an order of its own, which the seed and the epoch's number decide
-    epochs      end at a step's end; evaluating and saving "per epoch" is done at those steps
-    positions   the collator counts 0, 1, 2, ... in each sample; a model with `enable_random_position_ids` gets, in training,
-                a sorted random draw of the sample's own length (seeded by the step, so packing changes nothing), and
-                even spacing in evaluation
-    adapters    checkpoints hold them alone; resuming and going back to the best one load them alone
+order       `ShuffledEpochs`: every epoch in an order of its own, which the seed and the epoch's number decide
+epochs      end at a step's end; evaluating and saving "per epoch" is done at those steps
+positions   the collator counts 0, 1, 2, ... in each sample; a model with `enable_random_position_ids` gets,
+            in training, a sorted random draw of the sample's own length (seeded by the step, so packing
+            changes nothing), and even spacing in evaluation
+adapters    checkpoints hold them alone; resuming and going back to the best one load them alone
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ TEMPLATE_FILE = "template.json"
 class ShuffledEpochs:
     """Rows in the order of training: epoch after epoch, each shuffled by (seed, epoch).
 
-    An epoch has `epoch_size` rows, a whole number of steps; the first of its order come again at its end to fill them.
+    An epoch has `epoch_size` rows, a whole number of steps; the first of its order come again at its end to
+    fill them.
     """
 
     def __init__(self, rows: Sequence, epoch_size: int, epochs: float, seed: int):
@@ -88,8 +89,8 @@ class FinetuneTrainer(PretrainTrainer):
     """Fine-tunes a causal language model, all of it or the adapters in it.
 
     Args:
-        args: FinetuneArguments, or TrainingArguments that may have `label_smoothing`, `merge_weights`, `lr_decay_ratio`,
-            `early_stopping_patience`.
+        args: FinetuneArguments, or TrainingArguments that may have `label_smoothing`, `merge_weights`,
+            `lr_decay_ratio`, `early_stopping_patience`.
         train_dataset, eval_dataset: rows as `data.sft` makes them.
         data_collator: rows -> arrays, as `data.sft.collate`.
         generation: prompts to generate from when evaluating, or None.
@@ -108,7 +109,9 @@ class FinetuneTrainer(PretrainTrainer):
 
     def _plan_epochs(self, args, rows) -> ShuffledEpochs:
         """Set max_steps, and the steps at which an epoch's evaluation and checkpoint are due."""
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.dataset_world_size
+        per_step = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.dataset_world_size
+        )
         self.steps_per_epoch = math.ceil(len(rows) / per_step)
         if args.max_steps < 1:
             args.max_steps = math.ceil(self.steps_per_epoch * args.num_train_epochs)
@@ -147,7 +150,9 @@ class FinetuneTrainer(PretrainTrainer):
             result = super().compute_loss(model, inputs, return_outputs)
             loss, outputs = result if return_outputs else (result, None)
         else:
-            outputs = model(**{key: value for key, value in inputs.items() if key != "labels"}, return_dict=True)
+            outputs = model(
+                **{key: value for key, value in inputs.items() if key != "labels"}, return_dict=True
+            )
             loss = smoothed_loss(outputs.logits, inputs["labels"], smoothing)
         extra = peft.extra_loss(model) if model.training else None
         loss = loss if extra is None else loss + extra
@@ -157,7 +162,9 @@ class FinetuneTrainer(PretrainTrainer):
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
         """All of the rows, in order."""
-        return self._measuring_dataloader(self.eval_dataset if eval_dataset is None else eval_dataset, "eval_dataset", None)
+        return self._measuring_dataloader(
+            self.eval_dataset if eval_dataset is None else eval_dataset, "eval_dataset", None
+        )
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval",
@@ -166,15 +173,17 @@ class FinetuneTrainer(PretrainTrainer):
         """Running sums over all learnt tokens, and generation where asked for; keeps no batch's logits.
 
         Returns:
-            Metrics `<prefix>_loss` (nats per token), `_ppl`, `_accuracy` (share of tokens predicted), and with generation
-            `_rouge1`, `_rouge2`, `_rougeL`, `_bleu4`.
+            Metrics `<prefix>_loss` (nats per token), `_ppl`, `_accuracy` (share of tokens predicted), and
+            with generation `_rouge1`, `_rouge2`, `_rougeL`, `_bleu4`.
         """
         model = self.model
         was_training = model.training
         model.eval()
         logger.info(f"***** Running {description}: {len(dataloader)} batches *****")
         self.callback_handler.eval_dataloader = dataloader
-        merged = peft.merged(model) if getattr(self.args, "merge_weights", False) else contextlib.nullcontext()
+        merged = (
+            peft.merged(model) if getattr(self.args, "merge_weights", False) else contextlib.nullcontext()
+        )
         sums = np.zeros(3)  # loss, correct, tokens
         with merged, paddle.no_grad():
             for inputs in dataloader:
@@ -186,7 +195,12 @@ class FinetuneTrainer(PretrainTrainer):
         loss, correct, tokens = self._nested_gather(paddle.to_tensor(sums).unsqueeze(0)).sum(axis=0).tolist()
         if tokens == 0:
             raise ValueError(f"{description} found no token to measure: no label is learnt.")
-        metrics = {"loss": loss / tokens, "ppl": perplexity(loss / tokens), "accuracy": correct / tokens, **metrics}
+        metrics = {
+            "loss": loss / tokens,
+            "ppl": perplexity(loss / tokens),
+            "accuracy": correct / tokens,
+            **metrics,
+        }
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(None, None, metrics=metrics, num_samples=len(dataloader.dataset))
 
@@ -201,17 +215,23 @@ class FinetuneTrainer(PretrainTrainer):
         return np.array([output.loss.item() * tokens if tokens else 0.0, right, tokens], dtype="float64")
 
     def _generation_metrics(self, model) -> Dict[str, float]:
-        """Scores of greedy answers; the texts go to generated-<step>.jsonl in output_dir. Every process does them all."""
+        """Scores of greedy answers; the texts go to generated-<step>.jsonl in output_dir. Every process does
+        them all."""
         task, size = self.generation, self.args.per_device_eval_batch_size
         texts: List[str] = []
         for start in range(0, len(task.prompts), size):
             batch = collate_prompts(task.prompts[start : start + size], task.pad_id)
-            texts += [task.decode(ids) for ids in decode_greedily(model, batch, task.max_new_tokens, task.eos_id)]
+            texts += [
+                task.decode(ids) for ids in decode_greedily(model, batch, task.max_new_tokens, task.eos_id)
+            ]
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / f"generated-{self.state.global_step}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             lines = (
-                json.dumps({"prompt": task.decode(ids), "generated": text, "reference": reference}, ensure_ascii=False)
+                json.dumps(
+                    {"prompt": task.decode(ids), "generated": text, "reference": reference},
+                    ensure_ascii=False,
+                )
                 for ids, text, reference in zip(task.prompts, texts, task.references)
             )
             path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -250,13 +270,16 @@ class FinetuneTrainer(PretrainTrainer):
         finally:
             args.load_best_model_at_end = wanted
         if wanted and self.state.best_model_checkpoint is not None:
-            logger.info(f"Goes back to the best: {self.state.best_model_checkpoint} ({self.state.best_metric}).")
+            logger.info(
+                f"Goes back to the best: {self.state.best_model_checkpoint} ({self.state.best_metric})."
+            )
             peft.load_state(self.model, self.state.best_model_checkpoint)
         return output
 
 
 def place_samples(ordinals: np.ndarray, positions_of: Callable[[int], np.ndarray]) -> np.ndarray:
-    """(B, T) ordinals that start again at 0 with each sample -> positions, those of a sample by its length."""
+    """(B, T) ordinals that start again at 0 with each sample -> positions, those of a sample by its
+    length."""
     placed = np.empty_like(ordinals)
     known: Dict[int, np.ndarray] = {}
     for row, counts in enumerate(ordinals):
@@ -270,8 +293,8 @@ def place_samples(ordinals: np.ndarray, positions_of: Callable[[int], np.ndarray
 
 
 def smoothed_loss(logits: paddle.Tensor, labels: paddle.Tensor, smoothing: float) -> paddle.Tensor:
-    """(1 - e) times the cross entropy plus e times the mean of -log p over the vocabulary, averaged over learnt labels
-    (Szegedy et al. 2016, section 7)."""
+    """(1 - e) times the cross entropy plus e times the mean of -log p over the vocabulary, averaged over
+    learnt labels (Szegedy et al. 2016, section 7)."""
     learnt = (labels != -100).astype("float32")
     log_p = F.log_softmax(logits.astype("float32"), axis=-1)  # (B, T, V)
     hit = paddle.take_along_axis(log_p, labels.clip(min=0).unsqueeze(-1), axis=-1).squeeze(-1)

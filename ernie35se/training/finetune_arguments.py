@@ -1,7 +1,8 @@
 """Settings of the fine-tuning script, read and checked like those of pretraining (arguments.py).
 
-The method is the switch that is on (`lora`, `vera`, `lokr`, `dislora`, `reft`, `tare`, `prefix_tuning`); none of them: all
-weights are trained (SFT). Names are those of PaddleNLP's SFT script, so its JSON files are understood.
+The method is the switch that is on (`lora`, `vera`, `lokr`, `dislora`, `reft`, `tare`, `prefix_tuning`); none
+of them: all weights are trained (SFT). Names are those of PaddleNLP's SFT script, so its JSON files are
+understood.
 """
 
 import dataclasses
@@ -49,15 +50,22 @@ class FinetuneModelArguments:
     model_name_or_path: str = _setting(
         "", "Folder of an Ernie35 checkpoint, or a folder or name of any causal language model of PaddleNLP."
     )
-    tokenizer_name_or_path: Optional[str] = _setting(None, "Folder or name of the tokenizer. Left out: the model's.")
-    use_flash_attention: bool = _setting(
-        False, "Flash attention; needs a GPU, falls back to plain attention with a warning where there is none."
+    tokenizer_name_or_path: Optional[str] = _setting(
+        None, "Folder or name of the tokenizer. Left out: the model's."
     )
-    use_fused_ln: bool = _setting(False, "LayerNorm by the op of external_ops, which has to be built (Ernie35 only).")
+    use_flash_attention: bool = _setting(
+        False,
+        "Flash attention; needs a GPU, falls back to plain attention with a warning where there is none.",
+    )
+    use_fused_ln: bool = _setting(
+        False, "LayerNorm by the op of external_ops, which has to be built (Ernie35 only)."
+    )
     fuse_linear: bool = _setting(False, "Paddle's fused linear layers; GPU only, Ernie35 only.")
     use_recompute_attn: bool = _setting(False, "Recompute the attention alone. Turns `--recompute` off.")
     recompute_granularity: str = _setting(
-        "full", "What `--recompute` recomputes: whole blocks, or the attention core.", choices=["full", "core_attn"]
+        "full",
+        "What `--recompute` recomputes: whole blocks, or the attention core.",
+        choices=["full", "core_attn"],
     )
 
     lora: bool = _setting(False, "LoRA: a low-rank update of the linear layers.")
@@ -73,7 +81,9 @@ class FinetuneModelArguments:
     use_mora: bool = _setting(False, "MoRA: one square matrix of as many parameters.")
     use_quick_lora: bool = _setting(False, "The same as LoRA, fused; without dropout only.")
     lora_target_modules: Optional[List[str]] = _setting(
-        None, "Regular expressions of the linear layers that get adapters (any method). Left out: all in the blocks."
+        None,
+        "Regular expressions of the linear layers that get adapters (any method). Left out: all in the "
+        "blocks.",
     )
     weight_quantize_algo: Optional[str] = _setting(
         None, f"QLoRA: store the frozen weights as one of {', '.join(ALGORITHMS)}."
@@ -85,7 +95,9 @@ class FinetuneModelArguments:
     vera_path: Optional[str] = _setting(None, "Folder of a saved VeRA adapter to start from.")
     vera_rank: int = _setting(8, "VeRA's rank.")
     vera_dropout: float = _setting(0.0, "Dropout on VeRA's input.")
-    vera_pissa_init: bool = _setting(False, "PaddleNLP's variant: A and B from the top singular triplets, B learnt.")
+    vera_pissa_init: bool = _setting(
+        False, "PaddleNLP's variant: A and B from the top singular triplets, B learnt."
+    )
 
     lokr: bool = _setting(False, "LoKr: the update is a Kronecker product.")
     lokr_path: Optional[str] = _setting(None, "Folder of a saved LoKr adapter to start from.")
@@ -100,7 +112,9 @@ class FinetuneModelArguments:
     dislora_dropout: float = _setting(0.0, "Dropout on DisLoRA's input.")
     dash_flag: int = _setting(50, "Optimizer step after which more directions join.")
     s_tsd: int = _setting(8, "How many join; at most dislora_rank.")
-    prefer_small_sigma: bool = _setting(True, "Smallest singular values and lowest change first; else the opposite.")
+    prefer_small_sigma: bool = _setting(
+        True, "Smallest singular values and lowest change first; else the opposite."
+    )
     ortho_lambda: float = _setting(1.0, "Weight of the loss that keeps the directions orthonormal.")
 
     reft: bool = _setting(False, "ReFT: edits of a few prompt tokens' hidden states.")
@@ -118,10 +132,14 @@ class FinetuneModelArguments:
     tare_n: int = _setting(8, "TARE: editors a layer.")
     tare_k: int = _setting(7, "TARE: editors a token.")
 
-    prefix_tuning: bool = _setting(False, "Prefix tuning: learnt keys and values before every attention layer.")
+    prefix_tuning: bool = _setting(
+        False, "Prefix tuning: learnt keys and values before every attention layer."
+    )
     prefix_path: Optional[str] = _setting(None, "Folder of a saved prefix to start from.")
     num_prefix_tokens: int = _setting(128, "Keys and values a layer.")
-    prefix_projection: bool = _setting(False, "Make them by a small network instead of learning them directly.")
+    prefix_projection: bool = _setting(
+        False, "Make them by a small network instead of learning them directly."
+    )
     prefix_projection_hidden_size: Optional[int] = _setting(None, "Its hidden size. Left out: the model's.")
     prefix_dropout: float = _setting(0.0, "Dropout on the learnt keys and values.")
 
@@ -134,13 +152,19 @@ class FinetuneModelArguments:
             raise SettingError("model_name_or_path", self.model_name_or_path, "expected a folder or a name")
         on = [switch for switch in SWITCHES if getattr(self, switch)]
         if len(on) > 1:
-            raise SettingError(on[1], True, f"{' and '.join(on)} are on; expected one method, or none for SFT")
+            raise SettingError(
+                on[1], True, f"{' and '.join(on)} are on; expected one method, or none for SFT"
+            )
         for switch, method in SWITCHES.items():
             path = getattr(self, f"{method}_path")
             if path is not None and not getattr(self, switch):
-                raise SettingError(f"{method}_path", path, f"it starts from a saved adapter, but {switch} is off")
+                raise SettingError(
+                    f"{method}_path", path, f"it starts from a saved adapter, but {switch} is off"
+                )
         if not self.lora and self.weight_quantize_algo is not None:
-            raise SettingError("weight_quantize_algo", self.weight_quantize_algo, "quantised weights need lora (QLoRA)")
+            raise SettingError(
+                "weight_quantize_algo", self.weight_quantize_algo, "quantised weights need lora (QLoRA)"
+            )
         if self.neftune:
             _check_range(self, "neftune_noise_alpha", above=0)
         self.adapter_config()  # its own checks
@@ -189,29 +213,43 @@ class FinetuneDataArguments:
     _argument_group_name = "data"
 
     dataset_name_or_path: Optional[str] = _setting(
-        None, "Folder with train, dev and test files (.json, .jsonl, also .gz), or a single file. See docs/finetune.md."
+        None,
+        "Folder with train, dev and test files (.json, .jsonl, also .gz), or a single file. See "
+        "docs/finetune.md.",
     )
     dataset_path: Optional[str] = _setting(None, "Another name of dataset_name_or_path.")
-    task_name: Optional[str] = _setting(None, "A dataset of Hugging Face's or PaddleNLP's hub, such as squad; needs a network.")
+    task_name: Optional[str] = _setting(
+        None, "A dataset of Hugging Face's or PaddleNLP's hub, such as squad; needs a network."
+    )
     data_name: Optional[str] = _setting(None, "Its configuration, where it has several.")
     src_length: int = _setting(128, "Most tokens of a prompt.")
     tgt_length: Optional[int] = _setting(
-        None, "Most tokens of a response, EOS included. Left out: 160, or with max_length what src_length leaves of it."
+        None,
+        "Most tokens of a response, EOS included. Left out: 160, or with max_length what src_length leaves "
+        "of it.",
     )
-    max_length: Optional[int] = _setting(None, "Most tokens of a conversation. Left out: src_length + tgt_length.")
+    max_length: Optional[int] = _setting(
+        None, "Most tokens of a conversation. Left out: src_length + tgt_length."
+    )
     truncation_strategy: str = _setting(
         "keep_answer",
         "Over-long records: keep_answer (old turns, then the middle of the prompt give way), drop, or raise.",
         choices=list(STRATEGIES),
     )
     template: Optional[str] = _setting(
-        None, "What stands around the prompt: plain (the default), alpaca, chatml, tokenizer (its own), or a jinja file."
+        None,
+        "What stands around the prompt: plain (the default), alpaca, chatml, tokenizer (its own), or a jinja "
+        "file.",
     )
     chat_template: Optional[str] = _setting(None, "Another name of template.")
     zero_padding: bool = _setting(False, "Pack samples into rows of max_length instead of padding them.")
     greedy_zero_padding: bool = _setting(False, "Pack tighter: longest first. Turns zero_padding on.")
-    flash_mask: bool = _setting(False, "Packing with flashmask attention; needs a GPU. Turns zero_padding on.")
-    preview_data: int = _setting(0, "Print this many samples, the learnt part in [[ ]], with counts and lengths, and stop.")
+    flash_mask: bool = _setting(
+        False, "Packing with flashmask attention; needs a GPU. Turns zero_padding on."
+    )
+    preview_data: int = _setting(
+        0, "Print this many samples, the learnt part in [[ ]], with counts and lengths, and stop."
+    )
     eval_with_do_generation: bool = _setting(
         False, "Evaluate by generating too: ROUGE and BLEU; the texts are saved. Never packed."
     )
@@ -220,7 +258,9 @@ class FinetuneDataArguments:
         _check_choices(self)
         object.__setattr__(self, "dataset_name_or_path", self._either("dataset_name_or_path", "dataset_path"))
         object.__setattr__(self, "template", self._either("template", "chat_template"))
-        object.__setattr__(self, "zero_padding", self.zero_padding or self.greedy_zero_padding or self.flash_mask)
+        object.__setattr__(
+            self, "zero_padding", self.zero_padding or self.greedy_zero_padding or self.flash_mask
+        )
         _check_range(self, "preview_data", at_least=0, whole=True)
         for name in ("src_length", "tgt_length", "max_length"):
             if getattr(self, name) is not None:
@@ -256,7 +296,9 @@ class FinetuneArguments(PretrainArguments):
     learning_rate: float = _setting(3e-5, "Highest learning rate, reached after warm-up.")
     lr_decay_ratio: float = _setting(0.0, "The rate falls to this share of learning_rate; 0: to zero.")
     label_smoothing: float = _setting(0.0, "Share of the loss spread over all tokens, from 0 to below 1.")
-    merge_weights: bool = _setting(False, "Merge the adapters while evaluating, which is faster for many batches.")
+    merge_weights: bool = _setting(
+        False, "Merge the adapters while evaluating, which is faster for many batches."
+    )
     early_stopping_patience: int = _setting(
         0, "Stop after this many evaluations without a better metric_for_best_model; 0: never."
     )
@@ -272,7 +314,9 @@ class FinetuneArguments(PretrainArguments):
         _check_range(self, "num_train_epochs", above=0)
         for item in dataclasses.fields(PretrainArguments):
             if item.name in PRETRAINING_ONLY and getattr(self, item.name) != item.default:
-                raise SettingError(item.name, getattr(self, item.name), "a setting of pretraining; leave it out here")
+                raise SettingError(
+                    item.name, getattr(self, item.name), "a setting of pretraining; leave it out here"
+                )
         if self.evaluation_strategy == "no" and (self.load_best_model_at_end or self.early_stopping_patience):
             needy = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             raise SettingError("evaluation_strategy", "no", f"{needy} needs evaluations; set epoch or steps")
@@ -298,20 +342,26 @@ def parse_finetune_arguments(argv: Optional[Sequence[str]] = None) -> FinetuneSe
 def _reconcile(model, data, training) -> FinetuneSettings:
     """Check what spans more than one group, and resolve what one group means for another."""
     if data.dataset_name_or_path is None and data.task_name is None:
-        raise SettingError("dataset_name_or_path", None, "expected a folder or file of records, or a task_name")
+        raise SettingError(
+            "dataset_name_or_path", None, "expected a folder or file of records, or a task_name"
+        )
     looks_only = training.dry_run or data.preview_data
     if not looks_only:
         for name, asked, reason in NOT_YET + NOT_YET_IN_FINETUNING:
             if hasattr(training, name) and asked(getattr(training, name)):
                 raise SettingError(name, getattr(training, name), reason)
         if not (training.do_train or training.do_eval):
-            raise SettingError("do_train", False, "nothing to do; set do_train, do_eval, dry_run or preview_data")
+            raise SettingError(
+                "do_train", False, "nothing to do; set do_train, do_eval, dry_run or preview_data"
+            )
         if not training.output_dir:
             raise SettingError("output_dir", training.output_dir, "expected the folder to write to")
     changes = {}
     if data.flash_mask:
         if training.device == "cpu":
-            raise SettingError("flash_mask", True, "flashmask attention exists on GPU only; use zero_padding here")
+            raise SettingError(
+                "flash_mask", True, "flashmask attention exists on GPU only; use zero_padding here"
+            )
         if model.method == "prefix":
             raise SettingError("flash_mask", True, "a prefix has no place in its mask; use zero_padding")
         changes["use_flash_attention"] = True
@@ -324,12 +374,16 @@ def _reconcile(model, data, training) -> FinetuneSettings:
         logger.warning("use_recompute_attn is on: it replaces recompute, which is turned off.")
         training.recompute = False
     if model.method == "reft" and data.zero_padding:
-        raise SettingError("zero_padding", True, "ReFT edits the ends of one prompt a row; packed rows have several")
+        raise SettingError(
+            "zero_padding", True, "ReFT edits the ends of one prompt a row; packed rows have several"
+        )
     overlap = "stage1_overlap" in str(getattr(training, "sharding_parallel_config", ""))
     if model.method and overlap:
         raise SettingError("sharding_parallel_config", training.sharding_parallel_config, f"stage1_overlap expects a gradient of every weight, which {model.method} does not give; leave it out")  # fmt: skip
     if model.method and training.unified_checkpoint:
-        logger.info("unified_checkpoint has no effect with adapters: their checkpoints are one small file anyway.")
+        logger.info(
+            "unified_checkpoint has no effect with adapters: their checkpoints are one small file anyway."
+        )
         training.unified_checkpoint = False
     if training.merge_weights and (model.method is None or not peft.METHODS[model.method].merges):
         raise SettingError("merge_weights", True, f"{model.method or 'SFT'} has nothing that could be merged")

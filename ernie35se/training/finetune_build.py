@@ -1,4 +1,5 @@
-"""From settings to the parts of a fine-tuning run: tokenizer, samples, model with adapters, a look at the data.
+"""From settings to the parts of a fine-tuning run: tokenizer, samples, model with adapters, a look at the
+data.
 
 Everything here that a user can get wrong is a ValueError before training starts.
 """
@@ -14,12 +15,14 @@ import paddle
 from paddlenlp.transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from paddlenlp.utils.log import logger
 
-from .. import auto  # noqa: F401  makes the Auto classes find this model
-from .. import peft
+from .. import (
+    auto,  # noqa: F401  makes the Auto classes find this model
+    peft,
+)
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data import sft
 from ..data.records import SPLITS, Conversation, find_split_files, parse_records, read_conversations
-from ..data.templates import Template, load_template
+from ..data.templates import load_template
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from .finetune import Generation
 from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
@@ -41,11 +44,14 @@ def load_tokenizer(arguments: FinetuneModelArguments):
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # whatever the many tokenizers raise
             raise ValueError(
-                f"tokenizer_name_or_path = {name!r}: no tokenizer could be loaded ({type(error).__name__}: {error}). Name "
+                f"tokenizer_name_or_path = {name!r}: no tokenizer could be loaded ({type(error).__name__}: "
+                f"{error}). Name "
                 "its folder with --tokenizer_name_or_path."
             ) from None
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"{name}: the tokenizer has no end-of-sequence token, without which no answer would ever end.")
+        raise ValueError(
+            f"{name}: the tokenizer has no end-of-sequence token, without which no answer would ever end."
+        )
     return tokenizer
 
 
@@ -107,7 +113,8 @@ def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str,
         logger.info(f"{split}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())))
         if not samples:
             raise ValueError(
-                f"dataset_name_or_path = {data.dataset_name_or_path or data.task_name!r}: nothing is left of the {split} split "
+                f"dataset_name_or_path = {data.dataset_name_or_path or data.task_name!r}: nothing is left of "
+                f"the {split} split "
                 f"({dict(counts)}). Raise src_length, tgt_length or max_length, or look at the records."
             )
         rows = samples
@@ -115,7 +122,8 @@ def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str,
             limit = encoder.limits.max_length
             rows = sft.pack_samples(samples, limit, data.greedy_zero_padding)
             logger.info(
-                f"{split}: {len(samples):,} samples packed into {len(rows):,} rows of up to {limit} tokens; padding "
+                f"{split}: {len(samples):,} samples packed into {len(rows):,} rows of up to {limit} tokens; "
+                "padding "
                 f"{sft.padding_share(samples):.1%} -> {sft.padding_share(rows):.1%}."
             )
         made[split] = Samples(conversations, samples, rows, counts)
@@ -139,7 +147,8 @@ def _from_hub(task: str, name: Optional[str]) -> Dict[str, tuple]:
         splits = load_dataset(task, name)
     except Exception as error:  # network, cache, unknown name: many kinds
         raise ValueError(
-            f"task_name = {task!r}: cannot be loaded ({type(error).__name__}: {str(error)[:200]}). Without a network, download "
+            f"task_name = {task!r}: cannot be loaded ({type(error).__name__}: {str(error)[:200]}). Without a "
+            "network, download "
             "its records elsewhere and give their folder as --dataset_name_or_path."
         ) from None
     found = {}
@@ -159,7 +168,8 @@ def check_splits(splits: Dict[str, Samples], training: FinetuneArguments) -> Non
     if evaluates and "dev" not in splits:
         why = "load_best_model_at_end" if training.load_best_model_at_end else "do_eval"
         raise ValueError(
-            f"{why}: there is nothing to evaluate on; found the splits {', '.join(splits)} of {', '.join(SPLITS)}. Add a dev "
+            f"{why}: there is nothing to evaluate on; found the splits {', '.join(splits)} of "
+            f"{', '.join(SPLITS)}. Add a dev "
             "file, or set do_eval false, evaluation_strategy no and load_best_model_at_end false."
         )
 
@@ -173,7 +183,10 @@ def preview(splits: Dict[str, Samples], tokenizer, count: int) -> str:
         lines.append(f"{split}: {counts}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all")
     made = next(iter(splits.values()))
     for number, sample in enumerate(made.samples[:count], 1):
-        lines += [f"--- sample {number} ({made.conversations[number - 1].place}); learnt: [[ ]]", sft.preview(sample, tokenizer.decode)]
+        lines += [
+            f"--- sample {number} ({made.conversations[number - 1].place}); learnt: [[ ]]",
+            sft.preview(sample, tokenizer.decode),
+        ]
     if count > 1:
         lines += ["--- lengths in tokens", *sft.length_histogram([len(s["input_ids"]) for s in made.samples])]
     return "\n".join(lines)
@@ -217,7 +230,8 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
         raise ValueError(
-            f"model_name_or_path = {name!r}: no model there ({type(error).__name__}: {str(error)[:200]}); expected a folder "
+            f"model_name_or_path = {name!r}: no model there ({type(error).__name__}: {str(error)[:200]}); "
+            "expected a folder "
             "with config.json and weights, or a name that can be downloaded."
         ) from None
     config.use_flash_attention = arguments.use_flash_attention
@@ -230,7 +244,9 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
         config.recompute = training.recompute
         for flag in ("use_fused_ln", "fuse_linear", "use_recompute_attn"):
             if getattr(arguments, flag):
-                logger.warning(f"{flag} is a setting of Ernie35; it has no effect on {type(config).__name__}.")
+                logger.warning(
+                    f"{flag} is a setting of Ernie35; it has no effect on {type(config).__name__}."
+                )
     return config
 
 
@@ -243,7 +259,10 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, dtype=dtype)
         if arguments.adapter_path:
             if peft.saved_method(arguments.adapter_path) != arguments.method:
-                raise ValueError(f"{arguments.method}_path = {arguments.adapter_path!r}: holds no {arguments.method} adapter.")
+                raise ValueError(
+                    f"{arguments.method}_path = {arguments.adapter_path!r}: holds no {arguments.method} "
+                    "adapter."
+                )
             peft.load(model, arguments.adapter_path)
         elif arguments.method:
             peft.wrap(model, arguments.adapter_config(training.seed))
@@ -258,10 +277,11 @@ def check_lengths(limits: sft.Limits, config, tokenizer) -> None:
     """ValueError where samples or the tokenizer's ids would not fit the model."""
     table = getattr(config, "max_position_embeddings", None)
     if table and limits.max_length - 1 > table:
-        raise ValueError(f"max_length = {limits.max_length}: the model has {table} positions; lower max_length.")
+        raise ValueError(
+            f"max_length = {limits.max_length}: the model has {table} positions; lower max_length."
+        )
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model rows for {config.vocab_size}; take the model's tokenizer."
+            f"the tokenizer has {len(tokenizer)} tokens, the model rows for {config.vocab_size}; take the "
+            "model's tokenizer."
         )
-
-

@@ -1,7 +1,7 @@
 """How near generated texts are to their references: ROUGE-1/2/L (Lin 2004) and BLEU-4 (Papineni et al. 2002).
 
-By rouge-score and sacrebleu, over our own tokens: words of scripts that space them, lower-cased, and single characters of
-scripts that do not (Chinese, Japanese, ...). An empty text scores 0.
+By rouge-score and sacrebleu, over our own tokens: words of scripts that space them, lower-cased, and single
+characters of scripts that do not (Chinese, Japanese, ...). An empty text scores 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import Dict, List, Sequence
 
-# CJK ideographs, kana, Thai, Lao, Burmese, Khmer one by one; other letters and digits in runs; punctuation one by one.
+# CJK ideographs, kana, Thai, Lao, Burmese, Khmer one by one; other letters and digits in runs; punctuation
+# one by one.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _TOKEN = re.compile(f"[{_UNSPACED}]|[^\\W{_UNSPACED}]+|[^\\w\\s]")
 
@@ -33,7 +34,10 @@ def text_metrics(predictions: Sequence[str], references: Sequence[str]) -> Dict[
     from sacrebleu.metrics import BLEU
 
     if not predictions or len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions and {len(references)} references; expected as many, at least one.")
+        raise ValueError(
+            f"{len(predictions)} predictions and {len(references)} references; expected as many, at least "
+            "one."
+        )
     kinds = ["rouge1", "rouge2", "rougeL"]
     scorer = RougeScorer(kinds, tokenizer=_Tokenizer())
     pairs = [scorer.score(reference, prediction) for prediction, reference in zip(predictions, references)]

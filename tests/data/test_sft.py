@@ -33,7 +33,9 @@ def conversation(*turns, system=None) -> Conversation:
 
 
 def encoder(template="plain", **limits) -> Encoder:
-    return Encoder(words_to_ids, load_template(template), EOS, BOS, Limits.of(**limits), {"<s>": BOS, "</s>": EOS})
+    return Encoder(
+        words_to_ids, load_template(template), EOS, BOS, Limits.of(**limits), {"<s>": BOS, "</s>": EOS}
+    )
 
 
 def write(path, records, lines=True, bom=False):
@@ -42,7 +44,8 @@ def write(path, records, lines=True, bom=False):
     return path
 
 
-# ------------------------------------------------------------------------------------------------------- records
+# -------------------------------------------------------------------------------------------------------
+# records
 
 
 @pytest.mark.parametrize(
@@ -61,9 +64,17 @@ def write(path, records, lines=True, bom=False):
             [("answer: y context: x y", "question: why?")],
             None,
         ),
-        ({"context": "x", "question": "q", "answers": ["y"]}, [("answer: y context: x", "question: q")], None),
         (
-            {"messages": [{"role": r, "content": c} for r, c in (("system", "s"), ("user", "u"), ("assistant", "v"))]},
+            {"context": "x", "question": "q", "answers": ["y"]},
+            [("answer: y context: x", "question: q")],
+            None,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": r, "content": c} for r, c in (("system", "s"), ("user", "u"), ("assistant", "v"))
+                ]
+            },
             [("u", "v")],
             "s",
         ),
@@ -123,7 +134,9 @@ def test_split_files(tmp_path):
     for name in ("train/b.json", "train/a.jsonl", "train/notes.txt", "dev.json"):
         write(tmp_path / name, [])
     found = find_split_files(tmp_path)
-    assert [file.name for file in found["train"]] == ["a.jsonl", "b.json"] and [f.name for f in found["dev"]] == ["dev.json"]
+    assert [file.name for file in found["train"]] == ["a.jsonl", "b.json"] and [
+        f.name for f in found["dev"]
+    ] == ["dev.json"]
     assert find_split_files(tmp_path / "dev.json") == {"train": [tmp_path / "dev.json"]}
     with pytest.raises(ValueError, match="holds a.jsonl, b.json, notes.txt"):
         find_split_files(tmp_path / "train")
@@ -131,7 +144,8 @@ def test_split_files(tmp_path):
         find_split_files(tmp_path / "absent")
 
 
-# ----------------------------------------------------------------------------------------------------- templates
+# -----------------------------------------------------------------------------------------------------
+# templates
 
 
 def test_users_text_never_becomes_a_special_token():
@@ -157,7 +171,8 @@ MESSAGES = (
 
 
 def test_chatml_equals_the_messages_template():
-    """The named template and the Hugging Face form of it render a conversation alike, when EOS is <|im_end|>."""
+    """The named template and the Hugging Face form of it render a conversation alike, when EOS is
+    <|im_end|>."""
     turns = [("u1", "r1"), ("u2", "r2")]
 
     def rendered(template):
@@ -168,14 +183,16 @@ def test_chatml_equals_the_messages_template():
     whole = rendered(load_template("chatml"))
     assert rendered(load_template("tokenizer", MESSAGES)) == whole
     assert whole == (
-        "<|im_start|>system\nsys<|im_end|>\n<|im_start|>user\nu1<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>\n"
+        "<|im_start|>system\nsys<|im_end|>\n<|im_start|>user\nu1<|im_end|>\n<|im_start|>assistant\nr1<|im_end|>"
+        "\n"
         "<|im_start|>user\nu2<|im_end|>\n<|im_start|>assistant\nr2<|im_end|>"
     )
 
 
 def test_plain_and_alpaca_templates():
     texts = [
-        "".join(s.text for s in segments) for segments in load_template("alpaca").prompts([("a", "b"), ("c", "d")], "S")
+        "".join(s.text for s in segments)
+        for segments in load_template("alpaca").prompts([("a", "b"), ("c", "d")], "S")
     ]
     assert texts == [
         "S\n\n### Instruction:\na\n\n### Response:\n",
@@ -207,7 +224,8 @@ def test_template_file_and_sandbox(tmp_path):
         unsafe.prompts([("x", "")], None)
 
 
-# ------------------------------------------------------------------------------------------------------ encoding
+# ------------------------------------------------------------------------------------------------------
+# encoding
 
 
 def test_labels_are_the_next_tokens_of_responses_alone():
@@ -246,9 +264,10 @@ def test_whatever_the_limits_samples_keep_to_them(sizes, src, tgt, extra):
     prompts = runs[0::2]
     assert all(length <= src for length in prompts)
     assert made["labels"][-1] == EOS and tokens[0] == BOS
-    fits = all(a + (i == 0) <= src and b + 1 <= tgt for i, (a, b) in enumerate(sizes)) and sum(
-        a + b + 1 for a, b in sizes
-    ) < limits["max_length"]
+    fits = (
+        all(a + (i == 0) <= src and b + 1 <= tgt for i, (a, b) in enumerate(sizes))
+        and sum(a + b + 1 for a, b in sizes) < limits["max_length"]
+    )
     whole = encoder(src_length=1000, max_length=5000)(conversation(*turns))
     assert (made == whole) == fits
     dropped = encoder(**limits, strategy="drop")(conversation(*turns))
@@ -292,7 +311,8 @@ def test_prompt_for_generation_is_what_training_saw():
     assert ids_to_words(short) == "<s>abgh"
 
 
-# ------------------------------------------------------------------------------------------------------- packing
+# -------------------------------------------------------------------------------------------------------
+# packing
 
 
 @settings(max_examples=60, deadline=None)
@@ -315,7 +335,8 @@ def test_greedy_packs_tighter_and_overlong_is_refused():
 def brute_force_allowed(lengths, width):
     owner = [number for number, length in enumerate(lengths) for _ in range(length)]
     return [
-        [s <= t < len(owner) and s < len(owner) and owner[s] == owner[t] for s in range(width)] for t in range(width)
+        [s <= t < len(owner) and s < len(owner) and owner[s] == owner[t] for s in range(width)]
+        for t in range(width)
     ]
 
 
@@ -356,7 +377,10 @@ def test_mask_only_where_it_is_needed():
 
 def test_prompts_are_padded_on_the_left():
     batch = sft.collate_prompts([[5], [6, 7]], PAD)
-    assert batch["input_ids"].tolist() == [[PAD, 5], [6, 7]] and batch["attention_mask"].tolist() == [[0, 1], [1, 1]]
+    assert batch["input_ids"].tolist() == [[PAD, 5], [6, 7]] and batch["attention_mask"].tolist() == [
+        [0, 1],
+        [1, 1],
+    ]
 
 
 def test_preview_marks_what_is_learnt():

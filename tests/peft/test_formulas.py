@@ -9,7 +9,15 @@ from model_helpers import build_model, tiny_config
 from paddle import nn
 
 from ernie35se import peft
-from ernie35se.peft import DisLoRAConfig, LoKrConfig, LoRAConfig, PrefixConfig, ReFTConfig, TareConfig, VeRAConfig
+from ernie35se.peft import (
+    DisLoRAConfig,
+    LoKrConfig,
+    LoRAConfig,
+    PrefixConfig,
+    ReFTConfig,
+    TareConfig,
+    VeRAConfig,
+)
 from ernie35se.peft.dislora import DisLoRALinear
 from ernie35se.peft.lokr import LoKrLinear, factorise
 from ernie35se.peft.lora import LoRALinear, MoRALinear
@@ -31,7 +39,8 @@ def linear(inside=INSIDE, outside=OUTSIDE, seed=0):
 
 
 def randomised(layer, seed=1):
-    """Every trainable parameter random, as after training; returns name -> float64 array of all of the adapter's."""
+    """Every trainable parameter random, as after training; returns name -> float64 array of all of the
+    adapter's."""
     rng = np.random.default_rng(seed)
     for _, parameter in layer.own_parameters():
         if not parameter.stop_gradient:
@@ -44,7 +53,9 @@ def check(layer, weight, delta):
     layer.eval()
     x = np.random.default_rng(2).normal(size=(2, 3, layer.in_features)).astype("float32")
     bias = layer.base.bias.numpy().astype("float64")
-    np.testing.assert_allclose(layer(paddle.to_tensor(x)).numpy(), x @ (weight + delta) + bias, atol=2e-4, rtol=1e-4)
+    np.testing.assert_allclose(
+        layer(paddle.to_tensor(x)).numpy(), x @ (weight + delta) + bias, atol=2e-4, rtol=1e-4
+    )
     np.testing.assert_allclose(layer.merged_weight().numpy(), weight + delta, atol=2e-4, rtol=1e-4)
 
 
@@ -73,7 +84,9 @@ def test_quick_lora_has_the_plain_gradients():
     for quick in (False, True):
         layer = LoRALinear("x", linear(), LoRAConfig(r=3, use_quick_lora=quick))
         randomised(layer)
-        x = paddle.to_tensor(np.random.default_rng(2).normal(size=(2, 3, INSIDE)).astype("float32"), stop_gradient=False)
+        x = paddle.to_tensor(
+            np.random.default_rng(2).normal(size=(2, 3, INSIDE)).astype("float32"), stop_gradient=False
+        )
         layer.train()
         (layer(x) ** 2).sum().backward()
         gradients.append([x.grad.numpy(), layer.lora_A.grad.numpy(), layer.lora_B.grad.numpy()])
@@ -116,7 +129,9 @@ def mora_by_hand(matrix, inside, outside):
     return np.array(rows)
 
 
-@pytest.mark.parametrize("inside, outside, rank", [(15, 11, 1), (11, 15, 1), (30, 6, 1), (6, 30, 1), (3, 40, 2), (8, 8, 4)])
+@pytest.mark.parametrize(
+    "inside, outside, rank", [(15, 11, 1), (11, 15, 1), (30, 6, 1), (6, 30, 1), (3, 40, 2), (8, 8, 4)]
+)
 def test_mora(inside, outside, rank):
     base = linear(inside, outside)
     layer = MoRALinear("x", base, LoRAConfig(r=rank, use_mora=True))
@@ -153,12 +168,16 @@ def test_vera_slices_the_same_matrices_for_every_size():
     small, large = (VeRALinear("x", linear(*size), VeRAConfig(r=4)) for size in ((15, 11), (40, 30)))
     other = VeRALinear("y", linear(), VeRAConfig(r=4, seed=43))
     a, b = (layer.vera_A.numpy() for layer in (small, large))
-    np.testing.assert_allclose(a * 15**0.5, b[:15] * 40**0.5, rtol=1e-5)  # but for the scale that keeps the variance
+    np.testing.assert_allclose(
+        a * 15**0.5, b[:15] * 40**0.5, rtol=1e-5
+    )  # but for the scale that keeps the variance
     np.testing.assert_array_equal(small.vera_B.numpy(), large.vera_B.numpy()[:, :11])
     assert not np.array_equal(small.vera_A.numpy(), other.vera_A.numpy())
 
 
-@pytest.mark.parametrize("settings", [{}, {"decompose_both": True}, {"factor": 3}, {"lokr_dim": 1}, {"lokr_alpha": 5.0}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"decompose_both": True}, {"factor": 3}, {"lokr_dim": 1}, {"lokr_alpha": 5.0}]
+)
 @pytest.mark.parametrize("inside, outside", [(30, 22), (60, 77), (12, 7)])
 def test_lokr(settings, inside, outside):
     config = LoKrConfig(**{"lokr_dim": 2, **settings})
@@ -171,7 +190,9 @@ def test_lokr(settings, inside, outside):
     check(layer, base.weight.numpy().astype("float64"), scale * np.kron(w1, w2).T)
 
 
-@pytest.mark.parametrize("size, factor, expected", [(112, -1, (8, 14)), (127, -1, (1, 127)), (128, 4, (4, 32)), (250, 4, (2, 125))])
+@pytest.mark.parametrize(
+    "size, factor, expected", [(112, -1, (8, 14)), (127, -1, (1, 127)), (128, 4, (4, 32)), (250, 4, (2, 125))]
+)
 def test_factorise(size, factor, expected):
     assert factorise(size, factor) == expected
 
@@ -229,7 +250,9 @@ def test_tare():
 def test_tare_sits_behind_the_ffn_outputs():
     model = peft.wrap(build_model(tiny_config()), TareConfig())
     places = [name for name, layer in model.named_sublayers() if isinstance(layer, TareLinear)]
-    assert places == [f"ernie.layers.{i}.self_attn_mlp.o_proj" for i in (1, 2)] + ["ernie.layers.3.mlp.down_proj"]
+    assert places == [f"ernie.layers.{i}.self_attn_mlp.o_proj" for i in (1, 2)] + [
+        "ernie.layers.3.mlp.down_proj"
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ ReFT
@@ -244,7 +267,9 @@ def test_orthonormal():
 
 
 def test_edited_tokens_by_hand():
-    prompt = paddle.to_tensor([[0, 1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]).astype("bool")
+    prompt = paddle.to_tensor(
+        [[0, 1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]]
+    ).astype("bool")
     assert edited_tokens(prompt, 2, 1).astype("int").tolist() == [
         [0, 1, 1, 0, 0, 1, 0, 0],
         [0, 0, 1, 1, 0, 0, 0, 0],
@@ -259,11 +284,15 @@ def test_reft_edits_the_chosen_tokens_of_the_chosen_blocks(kind):
     peft.wrap(model, config)
     p = randomised(model.reft["1"])
     ids = paddle.to_tensor(np.random.RandomState(0).randint(3, 37, (1, 6)))
-    labels = paddle.to_tensor([[-100, -100, -100, 5, 6, 7]])  # the first learnt label belongs to token 3: prompt is 0..3
+    labels = paddle.to_tensor(
+        [[-100, -100, -100, 5, 6, 7]]
+    )  # the first learnt label belongs to token 3: prompt is 0..3
 
     def states(one, **more):
         seen = []
-        handle = one.ernie.layers[1].register_forward_post_hook(lambda layer, i, o: seen.append(o[0].numpy()[0]))
+        handle = one.ernie.layers[1].register_forward_post_hook(
+            lambda layer, i, o: seen.append(o[0].numpy()[0])
+        )
         one(input_ids=ids, **more)
         handle.remove()
         return seen[0].astype("float64")
@@ -291,7 +320,10 @@ def test_reft_edits_the_chosen_tokens_of_the_chosen_blocks(kind):
 def test_prefix_equals_a_cache_that_takes_no_positions(spaced, projection):
     """The model's own cache, filled with the prefix by hand, under left padding."""
     config = tiny_config(enable_random_position_ids=spaced)
-    model, plain = peft.wrap(build_model(config), PrefixConfig(num_prefix_tokens=4, prefix_projection=projection)), None
+    model, plain = (
+        peft.wrap(build_model(config), PrefixConfig(num_prefix_tokens=4, prefix_projection=projection)),
+        None,
+    )
     plain = build_model(config)
     randomised(model.prefix_encoder)
     ids = np.random.RandomState(0).randint(3, 37, (2, 6))
@@ -307,7 +339,9 @@ def test_prefix_equals_a_cache_that_takes_no_positions(spaced, projection):
         past_key_values=cache,
         return_dict=True,
     ).logits.numpy()
-    seen = model(input_ids=paddle.to_tensor(ids), attention_mask=paddle.to_tensor(mask), return_dict=True).logits.numpy()
+    seen = model(
+        input_ids=paddle.to_tensor(ids), attention_mask=paddle.to_tensor(mask), return_dict=True
+    ).logits.numpy()
     np.testing.assert_allclose(seen[0], expected[0], atol=1e-5)
     np.testing.assert_allclose(seen[1, 2:], expected[1, 2:], atol=1e-5)
     alone = model(input_ids=paddle.to_tensor(ids[1:, 2:]), return_dict=True).logits.numpy()
@@ -325,9 +359,12 @@ def test_prefix_with_a_cache_equals_full_recomputation():
     cache, seen = first.past_key_values, [first.logits.numpy()]
     for t in (4, 5):
         more = model(
-            input_ids=ids[:, t : t + 1], position_ids=positions[:, t : t + 1], use_cache=True, past_key_values=cache,
+            input_ids=ids[:, t : t + 1],
+            position_ids=positions[:, t : t + 1],
+            use_cache=True,
+            past_key_values=cache,
             return_dict=True,
-        )  # fmt: skip
+        )
         cache, seen = more.past_key_values, [*seen, more.logits.numpy()]
     np.testing.assert_allclose(np.concatenate(seen, axis=1), whole, atol=1e-5)
 

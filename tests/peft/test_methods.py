@@ -1,4 +1,5 @@
-"""What every method must do: train its own parameters alone, learn, save, load, merge, and bear recomputation."""
+"""What every method must do: train its own parameters alone, learn, save, load, merge, and bear
+recomputation."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ METHODS = {
     "reft_tiny": ReFTConfig(rank=4, position="f2+l1", intervention_type="TinyIntervention"),
     "tare": TareConfig(),
     "prefix": PrefixConfig(num_prefix_tokens=5),
-    "prefix_projected": PrefixConfig(num_prefix_tokens=5, prefix_projection=True, prefix_projection_hidden_size=7),
+    "prefix_projected": PrefixConfig(
+        num_prefix_tokens=5, prefix_projection=True, prefix_projection_hidden_size=7
+    ),
 }
 MERGEABLE = [name for name, config in METHODS.items() if peft.METHODS[config.method].merges]
 QUANTISED = ("qlora_nf4", "qlora_int8")
@@ -63,7 +66,10 @@ def lokr_size(inside, outside, rank, both):
 
 
 HAND_COUNTS = {
-    **dict.fromkeys(("lora", "rslora", "lora+", "quick", "dropout", "pissa", *QUANTISED), sum((i + o) * 4 for i, o in LINEAR)),
+    **dict.fromkeys(
+        ("lora", "rslora", "lora+", "quick", "dropout", "pissa", *QUANTISED),
+        sum((i + o) * 4 for i, o in LINEAR),
+    ),
     "moslora": sum((i + o) * 4 + 16 for i, o in LINEAR),
     "linchain": sum((i + o) * 4 + 3 * 16 for i, o in LINEAR),
     "mora": sum((int(((i + o) * 4) ** 0.5 + 0.5) // 2 * 2) ** 2 for i, o in LINEAR),
@@ -92,7 +98,10 @@ def batch(seed=0):
     labels[1, 5:] = -100
     mask = np.ones((2, 8), dtype="int64")
     mask[1, 6:] = 0
-    return {name: paddle.to_tensor(value) for name, value in (("input_ids", ids), ("labels", labels), ("attention_mask", mask))}
+    return {
+        name: paddle.to_tensor(value)
+        for name, value in (("input_ids", ids), ("labels", labels), ("attention_mask", mask))
+    }
 
 
 def logits_of(model, inputs=None):
@@ -174,7 +183,10 @@ def test_saved_and_loaded_gives_the_same_logits(name, trained, tmp_path):
     model, logits, *_ = trained(name)
     peft.save(model, tmp_path)
     method = METHODS[name].method
-    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{method}_config.json", f"{method}_model_state.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        f"{method}_config.json",
+        f"{method}_model_state.safetensors",
+    ]
     loaded = peft.load(build_model(tiny_config()), tmp_path)
     np.testing.assert_allclose(logits_of(loaded), logits, atol=1e-6)
     assert {k for k, p in loaded.named_parameters() if not p.stop_gradient} == {
@@ -188,7 +200,8 @@ def test_training_goes_on_from_saved_adapters_as_if_never_saved(name, tmp_path):
     def fresh():
         return peft.wrap(build_model(tiny_config()), copy_of(METHODS[name]))
 
-    # The optimizer finds its state by generated names, so each stretch starts their count anew, as a process does.
+    # The optimizer finds its state by generated names, so each stretch starts their count anew, as a process
+    # does.
     with paddle.utils.unique_name.guard():
         whole = train(fresh(), 4)
     with paddle.utils.unique_name.guard():
@@ -220,7 +233,9 @@ def test_merged_weights_give_the_adapters_logits(name, trained, tmp_path):
     np.testing.assert_array_equal(logits_of(model), logits)
     peft.save(model, tmp_path)
     plain = peft.merge(peft.load(build_model(tiny_config()), tmp_path))
-    assert not any(isinstance(layer, AdapterLinear) for layer in plain.sublayers()) and not peft.is_wrapped(plain)
+    assert not any(isinstance(layer, AdapterLinear) for layer in plain.sublayers()) and not peft.is_wrapped(
+        plain
+    )
     assert set(plain.state_dict()) == set(build_model(tiny_config()).state_dict())
     np.testing.assert_allclose(real(logits_of(plain)), real(logits), atol=1e-5)
     assert np.abs(real(logits) - real(base)).max() > 1e-3
@@ -257,7 +272,9 @@ def test_parallel_models_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"{METHODS[name].name()} is not made for tensor parallel"):
         peft.wrap(model, copy_of(METHODS[name]))
     model.config.tensor_parallel_degree, model.config.pipeline_parallel_degree = 1, 2
-    with pytest.raises(NotImplementedError, match=f"{METHODS[name].name()} is not made for pipeline parallel"):
+    with pytest.raises(
+        NotImplementedError, match=f"{METHODS[name].name()} is not made for pipeline parallel"
+    ):
         peft.wrap(model, copy_of(METHODS[name]))
 
 
@@ -270,7 +287,9 @@ def test_adapters_start_alike_whatever_the_global_seed(name):
         model = peft.wrap(build_model(tiny_config()), copy_of(METHODS[name]))
         states.append({key: value.numpy() for key, value in peft.adapter_state(model).items()})
     assert all(np.array_equal(states[0][key], states[1][key]) for key in states[0])
-    assert len({value.tobytes() for key, value in states[0].items() if "lora_A" in key}) == (11 if name == "lora" else 0)
+    assert len({value.tobytes() for key, value in states[0].items() if "lora_A" in key}) == (
+        11 if name == "lora" else 0
+    )
 
 
 # ------------------------------------------------------------------------------------------------- targets
@@ -291,9 +310,15 @@ def test_bad_targets_are_errors(targets, message):
 
 
 def test_targets_choose_layers():
-    model = peft.wrap(build_model(tiny_config()), LoRAConfig(target_modules=[r".*\.(q_proj|v_proj)", r".*down_proj"]))
+    model = peft.wrap(
+        build_model(tiny_config()), LoRAConfig(target_modules=[r".*\.(q_proj|v_proj)", r".*down_proj"])
+    )
     wrapped = [name for name, layer in model.named_sublayers() if isinstance(layer, AdapterLinear)]
-    assert wrapped == ["ernie.layers.0.self_attn.q_proj", "ernie.layers.0.self_attn.v_proj", "ernie.layers.3.mlp.down_proj"]
+    assert wrapped == [
+        "ernie.layers.0.self_attn.q_proj",
+        "ernie.layers.0.self_attn.v_proj",
+        "ernie.layers.3.mlp.down_proj",
+    ]
 
 
 def test_a_model_takes_one_adapter():
@@ -302,7 +327,8 @@ def test_a_model_takes_one_adapter():
         peft.wrap(model, LoRAConfig())
 
 
-# ------------------------------------------------------------------------------------------ files and settings
+# ------------------------------------------------------------------------------------------ files and
+# settings
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path, trained):
@@ -323,7 +349,8 @@ def test_reads_what_paddlenlp_wrote(tmp_path):
     from paddlenlp.peft import LoRAModel
 
     theirs = LoRAModel(
-        build_model(tiny_config()), TheirConfig(r=4, lora_alpha=8, rslora=True, target_modules=[r".*\.(q_proj|v_proj)"])
+        build_model(tiny_config()),
+        TheirConfig(r=4, lora_alpha=8, rslora=True, target_modules=[r".*\.(q_proj|v_proj)"]),
     )
     for parameter in theirs.parameters():
         if not parameter.stop_gradient:
@@ -382,4 +409,6 @@ def test_lora_plus_reaches_the_optimizer():
     optimizer.step()  # Adam's first step is the learning rate in every entry that has a gradient
     moved_a = np.abs(layer.lora_A.numpy() - before_a)
     moved_b = np.abs(layer.lora_B.numpy() - before_b - 0.1)
-    assert np.median(moved_a) == pytest.approx(1e-3, rel=1e-2) and np.median(moved_b) == pytest.approx(4e-3, rel=1e-2)
+    assert np.median(moved_a) == pytest.approx(1e-3, rel=1e-2) and np.median(moved_b) == pytest.approx(
+        4e-3, rel=1e-2
+    )

@@ -23,7 +23,9 @@ ADAPTERS = {
     "moslora": LoRAConfig(r=3, lora_use_mixer=True),
     "linchain": LoRAConfig(r=3, lora_use_mixer=True, mixer_num=2),
     "mora": LoRAConfig(r=3, use_mora=True),
-    "qlora": LoRAConfig(r=3, weight_quantize_algo="nf4", weight_double_quant=True, target_modules=r".*\.o_proj"),
+    "qlora": LoRAConfig(
+        r=3, weight_quantize_algo="nf4", weight_double_quant=True, target_modules=r".*\.o_proj"
+    ),
     "vera": VeRAConfig(),
     "vera_pissa": VeRAConfig(r=3, pissa_init=True),
     "lokr": LoKrConfig(lokr_dim=2, lokr_alpha=3),
@@ -50,7 +52,9 @@ def write_adapter(base, folder, config):
     rng = np.random.default_rng(0)
     for parameter in model.parameters():
         if not parameter.stop_gradient:
-            parameter.set_value(parameter + paddle.to_tensor(rng.normal(0, 0.05, parameter.shape).astype("float32")))
+            parameter.set_value(
+                parameter + paddle.to_tensor(rng.normal(0, 0.05, parameter.shape).astype("float32"))
+            )
     peft.after_step(model, 1)
     peft.save(model, folder)
     (folder / "template.json").write_text("{}")
@@ -79,9 +83,17 @@ def test_merged_folder_computes_the_same(name, base, tmp_path, capsys):
     np.testing.assert_allclose(logits_of(merged), expected, atol=2e-5)
     assert np.abs(expected - logits_of(load_model(base))).max() > 1e-3
     out = capsys.readouterr().out
-    assert "weights merged in float32" in out and "changes logits by up to" in out and "That is more" not in out
+    assert (
+        "weights merged in float32" in out and "changes logits by up to" in out and "That is more" not in out
+    )
     made = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"model.safetensors", "config.json", "tokenizer_config.json", "sentencepiece.bpe.model", "template.json"} <= made
+    assert {
+        "model.safetensors",
+        "config.json",
+        "tokenizer_config.json",
+        "sentencepiece.bpe.model",
+        "template.json",
+    } <= made
     assert not {"training_args.bin", f"{config.method}_config.json"} & made
     assert {path.name for path in tmp_path.iterdir()} == {"adapter", "out"}
 

@@ -1,4 +1,5 @@
-"""What the fine-tuning tests share: a tokenizer of 120 pieces, a model of four tiny blocks, records of one small skill."""
+"""What the fine-tuning tests share: a tokenizer of 120 pieces, a model of four tiny blocks, records of one
+small skill."""
 
 from __future__ import annotations
 
@@ -23,9 +24,17 @@ def write_tokenizer(folder: Path) -> None:
     sentences = [" ".join(draw.choices(WORDS, k=6)) for _ in range(300)] + ["swap: say <s> </s> , ."] * 20
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences), model_writer=model, vocab_size=80, model_type="bpe", character_coverage=1.0,
-        unk_id=0, bos_id=1, eos_id=2, pad_id=-1, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=iter(sentences),
+        model_writer=model,
+        vocab_size=80,
+        model_type="bpe",
+        character_coverage=1.0,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        minloglevel=2,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MODEL_FILE).write_bytes(model.getvalue())
     Ernie35Tokenizer.from_pretrained(str(folder)).save_pretrained(str(folder))
@@ -35,9 +44,14 @@ def write_base(folder: Path, **config) -> Path:
     """A folder with tokenizer and a model of random weights."""
     write_tokenizer(folder)
     settings = dict(
-        vocab_size=96, hidden_size=24, intermediate_size=20, num_hidden_layers=3, num_attention_heads=3,
-        max_position_embeddings=128, use_flash_attention=False,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        max_position_embeddings=128,
+        use_flash_attention=False,
+    )
     paddle.seed(3)
     model = Ernie35ForCausalLM(Ernie35Config(**{**settings, **config}))
     model.save_pretrained(str(folder))

@@ -43,7 +43,11 @@ def test_samples_get_positions_by_their_own_length():
 def row(*lengths, seed=0):
     draw = np.random.RandomState(seed)
     return [
-        {"input_ids": draw.randint(3, 37, n).tolist(), "labels": [IGNORED, *draw.randint(3, 37, n - 1).tolist()], "lengths": [n]}
+        {
+            "input_ids": draw.randint(3, 37, n).tolist(),
+            "labels": [IGNORED, *draw.randint(3, 37, n - 1).tolist()],
+            "lengths": [n],
+        }
         for n in lengths
     ]
 
@@ -56,7 +60,9 @@ def test_packed_rows_have_the_loss_and_gradients_of_the_samples(spaced):
     for rows in (samples, [join(samples)], [join(samples[:1]), join(samples[1:])]):
         batch = collate(rows, pad_id=0)
         if spaced:
-            batch["position_ids"] = place_samples(batch["position_ids"], lambda n: random_position_ids(n, 256, seed=4))
+            batch["position_ids"] = place_samples(
+                batch["position_ids"], lambda n: random_position_ids(n, 256, seed=4)
+            )
         loss = model(**{key: paddle.to_tensor(value) for key, value in batch.items()}, return_dict=True).loss
         loss.backward()
         seen.append((loss.item(), {name: p.grad.numpy() for name, p in model.named_parameters()}))
@@ -119,7 +125,12 @@ def test_tokens():
 
 def test_metrics_know_order_and_take_empty_texts():
     same = text_metrics(["a b c d"], ["a b c d"])
-    assert all(value == pytest.approx(1) for value in same.values()) and set(same) == {"rouge1", "rouge2", "rougeL", "bleu4"}
+    assert all(value == pytest.approx(1) for value in same.values()) and set(same) == {
+        "rouge1",
+        "rouge2",
+        "rougeL",
+        "bleu4",
+    }
     reversed_ = text_metrics(["d c b a"], ["a b c d"])
     assert reversed_["rouge1"] == 1 and reversed_["rouge2"] == 0 and reversed_["rougeL"] == 0.25
     assert set(text_metrics([""], ["a b"]).values()) == {0.0}
