@@ -36,7 +36,8 @@ REQUIREMENTS = [
 EXTRAS = {
     "cpu": ["paddlepaddle==3.3.1"],
     "gpu": ["paddlepaddle-gpu==3.3.1"],
-    "test": ["pytest>=8,<10", "hypothesis>=6.100,<7"],
+    # setuptools builds external_ops: before 70.1 that takes the package wheel too, and 80 is the newest tried
+    "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "setuptools>=70.1,<81"],
 }
 
 

@@ -28,9 +28,10 @@ step() {
 }
 
 make_venv
+build_op
 cd "$root"
 data=(--input_dir "$demo/corpus" --tokenizer_name_or_path "$demo/tokenizer")
-settings=(configs/pretrain/demo_cpu.json "${data[@]}" --output_dir "$demo/model" "$@")
+settings=(configs/pretrain/demo_cpu.json "${data[@]}" --output_dir "$demo/model" --use_fused_ln "$fused_ln" "$@")
 # At import, Paddle warns of a missing ccache, and PaddleNLP of distutils: nothing that a user can mend.
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 SECONDS=0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv if it is missing, installs the pinned stack with the test extras, and runs the tests.
+# Makes .venv if it is missing, installs the pinned stack with the test extras, builds the fused op, and runs the tests.
 #
 #   bash scripts/test.sh                      all tests
 #   bash scripts/test.sh tests/test_rope.py   some; any argument of pytest works
@@ -9,6 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 make_venv
+build_op
 cd "$root"
 say "python -m pytest -q $*"
 exec "$python" -m pytest -q "$@"

@@ -1,8 +1,9 @@
 # Sourced by demo.sh and test.sh: `make_venv` makes .venv and installs the pinned stack of setup.py into it.
-# Afterwards $python is its interpreter and $root the repository.
+# Afterwards $python is its interpreter and $root the repository. `build_op` then adds the fused LayerNorm op.
 #
 #   PYTHON=python3.11          the interpreter to make .venv with (default: the first suitable one on the PATH)
 #   ERNIE35SE_EXTRA=cpu|gpu    which build of Paddle (default cpu; docs/install.md says what gpu needs)
+#   ERNIE35SE_FUSED_LN=0       do without the fused LayerNorm op (docs/fused_ln.md)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
@@ -78,4 +79,33 @@ make_venv() {
     (cd "$root" && "$python" -c 'from ernie35se.runtime import check_versions; check_versions()') ||
         fail "the installed versions are not those of setup.py, see above"
     printf '%s\n' "$wanted" >"$stamp"
+}
+
+# Builds the fused LayerNorm op into .venv, where there is a C++ compiler. Sets $fused_ln to 1 where the op is there
+# afterwards, to 0 where it is not.
+build_op() {
+    local stamp="$root/.venv/fused_ln_built" log="$root/.venv/fused_ln.log" compiler="${CXX:-g++}" wanted
+    fused_ln=0
+    if [ "${ERNIE35SE_FUSED_LN:-1}" = 0 ]; then
+        say "ERNIE35SE_FUSED_LN=0: Paddle's own LayerNorm, not the fused op"
+        return
+    fi
+    if ! command -v "${compiler%% *}" >/dev/null; then
+        say "no C++ compiler (${compiler%% *}): Paddle's own LayerNorm, not the fused op"
+        return
+    fi
+    wanted=$(cat "$root/external_ops/setup.py" "$root"/external_ops/csrc/* "$root/.venv/installed")
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        say "reusing the fused LayerNorm op"
+    else
+        rm -f "$stamp"
+        say "building the fused LayerNorm op (about half a minute; log in .venv/fused_ln.log)"
+        if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall "$root/external_ops" >"$log" 2>&1; then
+            tail -n 40 "$log" >&2
+            fail "the fused LayerNorm op cannot be built, see above and docs/fused_ln.md; to do without it:" \
+                "ERNIE35SE_FUSED_LN=0 bash $0"
+        fi
+        printf '%s\n' "$wanted" >"$stamp"
+    fi
+    fused_ln=1
 }

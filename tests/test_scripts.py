@@ -153,6 +153,53 @@ esac
     assert done.returncode == 1 and "holds Python 3.9.18" in done.stderr and "remove that folder" in done.stderr
 
 
+def build(checkout: Path, **settings: str) -> subprocess.CompletedProcess:
+    command = 'set -euo pipefail; source scripts/venv.sh; make_venv; build_op; echo "fused_ln=$fused_ln"'
+    return bash("-c", command, cwd=checkout, **settings)
+
+
+@pytest.fixture
+def with_op(checkout) -> Path:
+    """That checkout, with the op's sources; a compiler is there."""
+    shutil.copytree(ROOT / "external_ops" / "csrc", checkout / "external_ops" / "csrc")
+    shutil.copy(ROOT / "external_ops" / "setup.py", checkout / "external_ops")
+    executable(checkout / "bin" / "compiler", "")
+    assert install(checkout).returncode == 0
+    (checkout / "installs").unlink()
+    return checkout
+
+
+def test_the_op_is_built_once_for_its_sources(with_op):
+    compiler = f"{with_op}/bin/compiler -flag"
+    done = build(with_op, CXX=compiler)
+    assert done.returncode == 0 and done.stdout.endswith("fused_ln=1\n")
+    (command,) = installs(with_op)
+    assert "--no-build-isolation" in command and command.endswith(f"{with_op}/external_ops")
+    done = build(with_op, CXX=compiler)
+    assert "reusing the fused LayerNorm op" in done.stdout and done.stdout.endswith("fused_ln=1\n")
+    assert len(installs(with_op)) == 1
+    with (with_op / "external_ops" / "csrc" / "ln_cpu.cc").open("a") as file:
+        file.write("// changed\n")
+    assert build(with_op, CXX=compiler).returncode == 0 and len(installs(with_op)) == 2
+
+
+def test_no_compiler_means_no_op_and_is_said(with_op):
+    for settings, words in (({"CXX": "no-such-compiler"}, "no C++ compiler (no-such-compiler)"),
+                            ({"ERNIE35SE_FUSED_LN": "0"}, "ERNIE35SE_FUSED_LN=0")):  # fmt: skip
+        done = build(with_op, **settings)
+        assert done.returncode == 0 and words in done.stdout and done.stdout.endswith("fused_ln=0\n")
+    assert not (with_op / "installs").exists()
+
+
+def test_a_failed_build_of_the_op_is_told_and_done_again(with_op):
+    compiler = f"{with_op}/bin/compiler"
+    (with_op / "pip_says").write_text("error: fused_ln: something is missing\n")
+    for _ in range(2):
+        done = build(with_op, CXX=compiler)
+        assert done.returncode == 1 and "something is missing" in done.stderr and "ERNIE35SE_FUSED_LN=0" in done.stderr
+    assert len(installs(with_op)) == 2
+
+
 # ------------------------------------------------------------------------------------------------------ demo.sh
 
 
