@@ -100,6 +100,18 @@ def merge(name: str, shards: list, config: Ernie35Config):
     return whole
 
 
+def check_divides(config: Ernie35Config, degree: int) -> None:
+    """Raise a ValueError, with the numbers, where `degree` ranks cannot share this model evenly."""
+    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        size = getattr(config, field)
+        if size % degree:
+            above = -(-size // degree) * degree
+            raise ValueError(
+                f"tensor_parallel_degree {degree} does not divide {field} {size} (remainder {size % degree}). Choose a "
+                f"degree that does, or a model with {field} {above}."
+            )
+
+
 def parameter_names(config: Ernie35Config) -> list[str]:
     """State-dict name of every parameter that tensor parallel cuts, in the model's order."""
     names = ["ernie.embed_tokens.weight"]

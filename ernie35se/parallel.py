@@ -25,6 +25,7 @@ from paddle.distributed.fleet.layers.mpu import mp_ops
 from paddle.distributed.fleet.utils import recompute as _fleet_recompute
 from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_ops
 
+from . import conversion
 from .configuration import Ernie35Config
 
 # ---- degrees --------------------------------------------------------------------------------------------------------
@@ -40,18 +41,6 @@ def tensor_rank(config: Ernie35Config) -> int:
     return fleet.get_hybrid_communicate_group().get_model_parallel_rank() if tensor_degree(config) > 1 else 0
 
 
-def check_divides(config: Ernie35Config, degree: int) -> None:
-    """Raise a ValueError, with the numbers, where `degree` ranks cannot share this model evenly."""
-    for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
-        size = getattr(config, field)
-        if size % degree:
-            above = -(-size // degree) * degree
-            raise ValueError(
-                f"tensor_parallel_degree {degree} does not divide {field} {size} (remainder {size % degree}). Choose a "
-                f"degree that does, or a model with {field} {above}."
-            )
-
-
 def check_supported(config: Ernie35Config, pipeline: bool = False) -> None:
     """Raise a ValueError where this process cannot hold its part of the model that the configuration describes.
 
@@ -65,7 +54,7 @@ def check_supported(config: Ernie35Config, pipeline: bool = False) -> None:
                 "modeling_pipe.Ernie35ForCausalLMPipe."
             )
     degree = tensor_degree(config)
-    check_divides(config, degree)
+    conversion.check_divides(config, degree)
     if config.sequence_parallel and degree == 1:
         raise ValueError(
             "sequence_parallel is on, but tensor_parallel_degree is 1; it shares the sequence among the ranks of a "

@@ -80,7 +80,7 @@ def run(settings, tokenizer, weights, config, datasets) -> None:
     )
     if training.do_train:
         metrics = trainer.train().metrics
-        trainer.save_model()
+        trainer.save_model(merge_tensor_parallel=True)
         trainer.save_state()
         record(trainer, "train", metrics)
     if training.do_eval:

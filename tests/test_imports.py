@@ -16,10 +16,10 @@ PACKAGE = ROOT / "ernie35se"
 # A module imports from its own layer and the layers below it. `training` stands for all modules inside it.
 LAYERS = [
     {"runtime", "positions", "configuration", "tokenizer", "data"},
-    {"attention", "norm", "parallel", "loss", "rope", "conversion", "generation"},
+    {"attention", "norm", "parallel", "loss", "rope", "conversion", "weight_files", "generation"},
     {"modeling", "modeling_pipe"},
     {"auto", "peft"},
-    {"training", "predictor"},
+    {"training", "predictor", "prediction"},
     {"scripts", "tools"},
 ]
 # What these may import, of the package and from outside the standard library: nothing else.

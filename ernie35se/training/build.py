@@ -19,7 +19,7 @@ from paddlenlp.utils.log import logger
 
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
-from .. import parallel
+from .. import conversion
 from ..modeling import Ernie35ForCausalLM
 from ..modeling_pipe import Ernie35ForCausalLMPipe, balanced_stages
 from ..norm import usable_op
@@ -107,7 +107,7 @@ def _set_degrees(config: Ernie35Config, settings: Settings) -> None:
     config.tensor_parallel_rank = 0 if training.dry_run else max(training.tensor_parallel_rank, 0)
     config.sequence_parallel = degrees.sequence_parallel
     config.virtual_pp_degree = degrees.virtual
-    parallel.check_divides(config, degrees.tensor)
+    conversion.check_divides(config, degrees.tensor)
     if degrees.pipeline > 1:
         balanced_stages(config, degrees.pipeline * degrees.virtual)
 

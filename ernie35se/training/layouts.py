@@ -27,7 +27,8 @@ from paddlenlp.trainer.unified_checkpoint.utils import FP32_MASTER, generate_bas
 from paddlenlp.utils.log import logger
 from paddlenlp.utils.safetensors import fast_safe_open
 
-from .. import conversion, parallel
+from .. import conversion, parallel, weight_files
+from ..modeling import CheckpointMixin
 
 LAYOUT_FILE = "layout.json"
 MODEL_INDEX, OPTIMIZER_INDEX, MASTER_INDEX = (
@@ -100,6 +101,28 @@ class AnyLayoutTrainer(Trainer):
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             text = json.dumps(dataclasses.asdict(layout), indent=1) + "\n"
             (folder / LAYOUT_FILE).write_text(text, encoding="utf-8")
+
+    def save_model(self, output_dir: Optional[str] = None, merge_tensor_parallel: bool = False) -> None:
+        """PaddleNLP's merging gathers weights on the devices and leaves stages apart; here the files are merged."""
+        super().save_model(output_dir, merge_tensor_parallel and not isinstance(self.model, CheckpointMixin))
+        layout = Layout.of_run(self.args, self.model.config)
+        in_pieces = layout.tensor * layout.pipeline > 1 and not layout.unified
+        if merge_tensor_parallel and in_pieces and isinstance(self.model, CheckpointMixin):
+            dist.barrier()
+            if self.is_world_process_zero():
+                self._merge_files(Path(output_dir or self.args.output_dir))
+            dist.barrier()
+
+    def _merge_files(self, folder: Path) -> None:
+        try:
+            pieces = weight_files.Folder(folder)
+        except ValueError as error:  # machines with disks of their own: nothing is lost, it only stays in pieces
+            logger.warning(f"The model stays in pieces, for tools/merge_tensor_parallel.py to merge: {error}")
+            return
+        weight_files.merge_folder(pieces, folder, self.model.config)
+        for name in pieces.names:
+            (folder / name).unlink()
+        weight_files.copy_beside(folder, folder, weight_files.WHOLE_CONFIG)
 
     def _names_on_all_ranks(self) -> Dict[str, Dict[str, str]]:
         names = {name: value.name for name, value in self.model.state_dict().items()}

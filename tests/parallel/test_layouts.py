@@ -64,9 +64,12 @@ def test_a_missing_piece_is_an_error(folder, form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_merged_model_is_one_process_s(folder, form):
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
+def test_the_merged_model_is_one_process_s(folder, form, layout):
     reference = trainer_of(folder / "unused", form, "one").model
-    merged = Ernie35ForCausalLM.from_pretrained(str(folder / f"tensor-{form}-merged"))
+    place = folder / f"{layout}-{form}-merged"
+    assert not list(place.glob("*tp0*")) and not list(place.glob("*pp0*"))
+    merged = Ernie35ForCausalLM.from_pretrained(str(place))
     alone = Ernie35ForCausalLM.from_pretrained(str(folder / f"one-{form}" / "checkpoint-3"))
     assert weights_of(merged).keys() == weights_of(reference).keys()
     for name, value in weights_of(alone).items():
