@@ -343,6 +343,8 @@ class Ernie35GenerationMixin:
     def _generation_settings(self, generation_config, kwargs):
         """(settings, what is left: the inputs); the model's ids where the settings have none."""
         settings = copy.deepcopy(generation_config or self.generation_config)
+        if generation_config is None:
+            settings.use_cache = True  # the model's own has the config's, which is about forward() and off
         inputs = settings.update(**kwargs)
         unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids", "position_interval", "logits_processors"}
         if unknown:

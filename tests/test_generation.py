@@ -318,3 +318,13 @@ def test_long_answers_outgrow_the_first_buffers():
     for row, whole in zip(got, free):
         length = next((i + 1 for i, token in enumerate(whole) if token in ends), 150)
         assert row == (whole[:length] + [0] * 150)[: len(row)]
+
+
+def test_a_cache_is_used_unless_refused(monkeypatch):
+    model, lengths = lively_model(), []
+    embed = model.ernie.embed_tokens.forward
+    monkeypatch.setattr(model.ernie.embed_tokens, "forward", lambda ids: lengths.append(ids.shape[1]) or embed(ids))
+    settings = dict(max_new_tokens=3, decode_strategy="greedy_search", eos_token_id=-1)
+    model.generate(paddle.to_tensor([[5, 6, 7]]), **settings)
+    model.generate(paddle.to_tensor([[5, 6, 7]]), use_cache=False, **settings)
+    assert lengths == [3, 1, 1, 3, 4, 5] and not model.config.use_cache
