@@ -321,6 +321,24 @@ class ResumableTrainer(AnyLayoutTrainer):
             super().save_model(str(staging), merge_tensor_parallel)
             self._once_per_disk(lambda: _publish_model(staging, final))
 
+    def save_metrics(self, split: str, metrics: Dict[str, float], combined: bool = True) -> None:
+        """PaddleNLP's writes in place: a kill leaves half a file, and half an all_results.json stops the next run."""
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        _write_json(folder / f"{split}_results.json", metrics)
+        if combined:
+            path = folder / "all_results.json"
+            earlier = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            _write_json(path, {**earlier, **metrics})
+
+    def save_state(self) -> None:
+        """PaddleNLP's writes in place."""
+        if self.is_world_process_zero():
+            beside = Path(self.args.output_dir) / f"{checkpoints.TEMPORARY}{TRAINER_STATE_NAME}"
+            self.state.save_to_json(str(beside))
+            beside.replace(beside.with_name(TRAINER_STATE_NAME))
+
     def _progress(self) -> Progress:
         return Progress(
             step=self.state.global_step,
@@ -418,3 +436,9 @@ def _thinned(history: List[Dict[str, float]]) -> List[Dict[str, float]]:
 def plain(value: Any) -> Any:
     """An enumeration's value; anything else as it is."""
     return getattr(value, "value", value)
+
+
+def _write_json(path: Path, content: Dict[str, Any]) -> None:
+    beside = path.with_name(f"{checkpoints.TEMPORARY}{path.name}")
+    beside.write_text(json.dumps(content, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+    beside.replace(path)

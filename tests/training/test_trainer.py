@@ -581,3 +581,22 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     output_dir = tmp_path / "run"
     assert sorted(path.name for path in output_dir.glob("*checkpoint*")) == ["checkpoint-4", "checkpoint-5"]
     assert (output_dir / "model_state.pdparams").exists() and not list(output_dir.glob(".*"))
+
+
+def test_results_are_written_whole_and_merged(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path)
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    trainer.save_metrics("eval", {"eval_loss": 2.0})
+    trainer.save_state()
+    read = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert read["all_results.json"] == {"train_loss": 1.0, "eval_loss": 2.0}
+    assert read["eval_results.json"] == {"eval_loss": 2.0} and read["trainer_state.json"]["global_step"] == 0
+
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.replace", killed)  # killed before the new file takes the name
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save_metrics("eval", {"eval_loss": 3.0})
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "eval_results.json").read_text()) == {"eval_loss": 2.0}
