@@ -4,7 +4,7 @@
     between layers       (x, position_ids) or (x, position_ids, attention_mask)      x        logits
 
 Each block makes its own rotation tables and mask from the positions that travel with the state, so a stage needs nothing
-but what the one before sends. Which layers form a stage is decided by `balanced_stages`. Parameters keep the names of
+but what the one before sends. Which layers form a stage is decided by stages.py. Parameters keep the names of
 `Ernie35ForCausalLM` in every state dict, so a checkpoint does not show on how many stages it was made.
 """
 
@@ -31,11 +31,11 @@ from .modeling import (
     shared_inputs,
 )
 from .norm import layer_norm
+from .stages import balanced_stages
 
-__all__ = ["Ernie35ForCausalLMPipe", "balanced_stages"]
+__all__ = ["Ernie35ForCausalLMPipe"]
 
 SHARED_EMBEDDING = "ernie_embedding"
-TYPICAL_LENGTH = 4096  # tokens, for the attention's share of a block's cost
 
 
 class EmbeddingPipe(nn.Layer):
@@ -133,54 +133,6 @@ class HeadPipe(LMHead):
 def batch_of(config: Ernie35Config, x, position_ids) -> int:
     """B, of a state (B, T, C), or (B T / N, C) with sequence parallel."""
     return x.shape[0] if x.ndim == 3 else x.shape[0] * parallel.tensor_degree(config) // position_ids.shape[-1]
-
-
-# ---- which layers form a stage ---------------------------------------------------------------------------------------
-
-
-def layer_costs(config: Ernie35Config) -> list[int]:
-    """Multiplications per token of each layer, in order: what `balanced_stages` weighs."""
-    hidden, ffn = config.hidden_size, config.intermediate_size
-    attention, gated = 4 * hidden**2 + 2 * TYPICAL_LENGTH * hidden, 3 * hidden * ffn
-    cost = {HeadBlock: attention, FusedBlock: attention + gated, TailBlock: gated}
-    blocks = [cost[block_class(config, layer)] for layer in range(config.num_hidden_layers)]
-    return [0, *blocks, 0, hidden * config.vocab_size]
-
-
-def balanced_stages(config: Ernie35Config, parts: int) -> list[int]:
-    """Where to cut the layers so that the costliest part costs least, and every part has a block.
-
-    Args:
-        parts: stages times virtual stages per stage.
-
-    Returns:
-        parts + 1 rising numbers; part i holds the layers from the i-th number up to the next.
-
-    Raises:
-        ValueError: more parts than blocks.
-    """
-    blocks = config.num_hidden_layers
-    if parts > blocks:
-        raise ValueError(
-            f"{parts} pipeline parts (pipeline_parallel_degree x virtual_pp_degree) for num_hidden_layers {blocks}: each "
-            "needs a block of its own. Lower one of the degrees."
-        )
-    costs = layer_costs(config)
-    edges = [0, *range(2, blocks + 1), len(costs)]  # between two blocks, or at an end: block i is layer i + 1
-    until = [sum(costs[:edge]) for edge in edges]
-    # best[k][i]: least possible cost of the costliest of k parts that hold what lies before edge i, and the edge before
-    best = [{0: (0, 0)}]
-    for part in range(1, parts + 1):
-        best.append({})
-        for i in range(part, len(edges)):
-            best[part][i] = min(
-                (max(best[part - 1][j][0], until[i] - until[j]), j) for j in range(i) if j in best[part - 1]
-            )
-    cut, i = [len(edges) - 1], len(edges) - 1
-    for part in range(parts, 0, -1):
-        i = best[part][i][1]
-        cut.append(i)
-    return [edges[i] for i in reversed(cut)]
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

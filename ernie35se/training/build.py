@@ -21,7 +21,8 @@ from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
 from .. import conversion
 from ..modeling import Ernie35ForCausalLM
-from ..modeling_pipe import Ernie35ForCausalLMPipe, balanced_stages
+from ..modeling_pipe import Ernie35ForCausalLMPipe
+from ..stages import balanced_stages
 from ..norm import usable_op
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from .arguments import DataArguments, ModelArguments, PretrainArguments
@@ -363,6 +364,7 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
         sharding_degree=sharding,
         tensor_parallel=tensor,
         pipeline_parallel=pipeline,
+        virtual=virtual,
         sequence_parallel=training.sequence_parallel,
         precision=half if training.bf16 or training.fp16 else "float32",
         master_weights=training.fp16_opt_level == "O2",

@@ -34,6 +34,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Tuple
 
+from ..stages import TYPICAL_LENGTH, balanced_cuts
+
 FLOAT32, HALF = 4, 2  # bytes
 
 
@@ -52,6 +54,7 @@ class Plan:
     sharding_degree: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual: int = 1  # parts of each pipeline stage
     sequence_parallel: bool = False
     precision: str = "float32"  # or bfloat16, float16
     master_weights: bool = False  # O2: half-precision weights with float32 masters
@@ -255,6 +258,8 @@ def _stage_rows(decoder: Decoder, plan: Plan, stage: int) -> List[Row]:
     optimizer = count * optimizer_bytes // (shard if plan.sharding_stage >= 1 else 1)
     in_flight = min(plan.pipeline_parallel - stage, plan.accumulation)
     activations = in_flight * _activation_bytes(decoder, plan, blocks, last)
+    if plan.virtual > 1:  # interleaving keeps more micro-batches alive (Korthikanti et al. 2022, section 4.2.3)
+        activations += activations * (plan.pipeline_parallel - 1) // (plan.pipeline_parallel * plan.virtual)
     masters = "float32 masters and two moments" if plan.master_weights else "AdamW's two moments, float32"
     return [
         Row("weights", weights, f"{count:,} parameters x {weight_bytes} B" + _divided(plan, 3)),
@@ -276,8 +281,13 @@ def _divided(plan: Plan, from_stage: int) -> str:
 
 
 def _blocks_of_stage(decoder: Decoder, plan: Plan, stage: int) -> Tuple[Block, ...]:
-    size = math.ceil(len(decoder.blocks) / plan.pipeline_parallel)
-    return decoder.blocks[stage * size : (stage + 1) * size]
+    """As pipeline stages are built: balanced by cost, part s, s + S, ... of the parts on stage s of S."""
+    stages = plan.pipeline_parallel
+    attention = 2 * TYPICAL_LENGTH * decoder.hidden
+    costs = [block.matrices + attention * block.attends for block in decoder.blocks]
+    cuts = balanced_cuts([0, *costs, 0, decoder.embedding], stages * plan.virtual)
+    layers = [layer for part in range(stage, stages * plan.virtual, stages) for layer in range(cuts[part], cuts[part + 1])]
+    return tuple(decoder.blocks[layer - 1] for layer in layers if 1 <= layer <= len(decoder.blocks))
 
 
 def _parameters_of_rank(
@@ -382,6 +392,85 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
     return max(moments)
 
 
+# ---------------------------------------------------------------- communication
+
+
+def communication_per_step(config: Any, plan: Plan) -> List[Row]:
+    """Bytes that the busiest device sends in one optimizer step, by kind of parallelism; none where N = 1.
+
+    A ring of N sends (N - 1) / N of the data in an all-gather or a reduce-scatter and twice that in an all-reduce
+    (Patarasuk and Yuan 2009). With n = a micro-batch's hidden state, in such units of n (N - 1) / N:
+
+    - tensor parallel (Shoeybi et al. 2019, section 3): a row layer sums its output forwards, 2 units, and each column
+      layer its input's gradient backwards, 2 units: 4 in a fused block, 8 in the head block (q, k, v), 6 in the tail;
+      2 for the embedding, 2 for the LM head's input. Sequence parallel takes apart each sum into its two halves, and
+      gathers once more at either end. Recomputation repeats the forward sums.
+    - pipeline: the state forwards and its gradient backwards, once a part and micro-batch (Narayanan et al. 2021).
+    - sharding (Rajbhandari et al. 2020, section 7): 2 units of the gradients in stages 1 and 2; in stage 3 also the
+      weights, gathered in each forward and backward pass.
+    - data parallel: 2 units of the gradients.
+    """
+    decoder = describe(config)
+    stages = [_stage_communication(decoder, plan, stage) for stage in range(plan.pipeline_parallel)]
+    return max(stages, key=total_bytes)
+
+
+def _stage_communication(decoder: Decoder, plan: Plan, stage: int) -> List[Row]:
+    blocks = _blocks_of_stage(decoder, plan, stage)
+    first, last = stage == 0, stage == plan.pipeline_parallel - 1
+    element = HALF if plan.precision != "float32" else FLOAT32
+    state = plan.micro_batch * plan.seq_length * decoder.hidden * element
+    gradients = _parameters_of_rank(decoder, plan, blocks, first, last) * (
+        FLOAT32 if plan.master_gradients or not plan.master_weights else HALF
+    )
+
+    def share(ranks):
+        return (ranks - 1) / ranks
+
+    units = sum(tensor_units(block.part, plan) for block in blocks) + (first + last) * _end_units(plan)
+    rows = [
+        Row("tensor", int(units * state * share(plan.tensor_parallel) * plan.accumulation),
+            f"{units} half sums of the hidden state a micro-batch"),
+        Row("pipeline", _pipeline_bytes(plan, state, first, last),
+            "the state forwards, its gradient backwards, each micro-batch"),
+    ]  # fmt: skip
+    sharded = 2.0
+    if plan.sharding_stage == 3:
+        sharded = plan.accumulation * (1 + 2)
+    rows.append(Row("sharding", int(sharded * gradients * share(plan.sharding_degree)), "gradients and weights"))
+    rows.append(Row("data", int(2 * gradients * share(plan.data_parallel)), "gradients"))
+    return [row for row in rows if row.bytes]
+
+
+def tensor_units(part: str, plan: Plan) -> int:
+    """Halves of a sum that tensor parallel makes in one block's forward and backward pass."""
+    column_layers = {"head block": 3, "tail block": 2}.get(part, 1)
+    forward = 1 + column_layers if plan.sequence_parallel else 2
+    backward = 1 + column_layers if plan.sequence_parallel else 2 * column_layers
+    if part == "blocks":  # serial: attention, then FFN
+        forward, backward = 2 * forward, 2 * backward
+    return forward + backward + (forward if plan.recompute == "full" else 0)
+
+
+def _end_units(plan: Plan) -> int:
+    return 3 if plan.sequence_parallel else 2
+
+
+def _pipeline_bytes(plan: Plan, state: int, first: bool, last: bool) -> int:
+    if plan.pipeline_parallel == 1:
+        return 0
+    state //= plan.tensor_parallel if plan.sequence_parallel else 1
+    parts_sending_forward = plan.virtual - (1 if last else 0)
+    parts_sending_backward = plan.virtual - (1 if first else 0)
+    return state * plan.accumulation * (parts_sending_forward + parts_sending_backward)
+
+
+def pipeline_idle(plan: Plan) -> float:
+    """Share of a step in which a stage waits (Narayanan et al. 2021, section 2.2)."""
+    waiting = (plan.pipeline_parallel - 1) / (plan.accumulation * plan.virtual)
+    return waiting / (1 + waiting)
+
+
 # ---------------------------------------------------------------- the report
 
 
@@ -392,13 +481,18 @@ def report(config: Any, plan: Plan) -> str:
     lines = [f"Parameters: {total:,}"]
     lines += [f"  {part:<14} {count:>15,}  {100 * count / total:5.1f} %" for part, count in parts.items()]
     lines += [
-        f"Memory of the fullest of {plan.devices} device(s), {plan.precision}: {_gib(total_bytes(rows))}",
-        *[f"  {row.part:<14} {_gib(row.bytes):>12}  {row.source}" for row in rows if row.bytes],
+        f"Memory of the fullest of {plan.devices} device(s), {plan.precision}: {gib(total_bytes(rows))}",
+        *[f"  {row.part:<14} {gib(row.bytes):>12}  {row.source}" for row in rows if row.bytes],
         f"Tokens per step: {plan.tokens_per_step:,} ({plan.samples_per_step} samples of {plan.seq_length})",
         f"FLOPs per step: {flops_per_step(config, plan):.3e}  ({FLOPS_SOURCE})",
     ]
+    if plan.devices > 1:
+        lines.append("Sent by the busiest device in a step (ring collectives):")
+        lines += [f"  {row.part:<14} {gib(row.bytes):>12}  {row.source}" for row in communication_per_step(config, plan)]
+    if plan.pipeline_parallel > 1:
+        lines.append(f"Pipeline idle: {100 * pipeline_idle(plan):.1f} % of a step")
     return "\n".join(lines)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

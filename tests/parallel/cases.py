@@ -74,6 +74,12 @@ def whole_shape(name, shape, config, degree):
     return shape
 
 
+def train_once(model) -> None:
+    """One forward and backward pass in train mode."""
+    model.train()
+    model(**{name: paddle.to_tensor(value) for name, value in batch().items()})[0].backward()
+
+
 def forward_and_backward(model) -> dict[str, np.ndarray]:
     """Logits, loss and every gradient in train mode, as arrays."""
     inputs = {name: paddle.to_tensor(value) for name, value in batch().items()}

@@ -37,6 +37,18 @@ class Proxy:
         return getattr(self._original, name)
 
 
+# ---- counting -------------------------------------------------------------------------------------------------------
+
+# Bytes of floating point numbers moved so far: an all-reduce counts twice, an all-gather by what comes out, a
+# reduce-scatter by what goes in. On a ring of N ranks each sends (N - 1) / N of that.
+moved = {"collective": 0, "sent": 0}
+
+
+def count(kind: str, tensor, times: int = 1):
+    if tensor.is_floating_point():
+        moved[kind] += times * tensor.numel().item() * tensor.element_size()
+
+
 # ---- collectives ----------------------------------------------------------------------------------------------------
 
 
@@ -54,6 +66,7 @@ class Done:
 
 
 def reduce_scatter(group, out, tensor, op, sync_op=True):
+    count("collective", tensor)
     whole = tensor.clone()
     group.all_reduce(whole, op, True).wait()
     share = out.shape[0]
@@ -63,12 +76,28 @@ def reduce_scatter(group, out, tensor, op, sync_op=True):
 
 def patch_collectives():
     group = core.ProcessGroup
-    group.all_reduce_on_calc_stream = lambda self, tensor, op: self.all_reduce(tensor, op, True).wait()
+    plain_gather = group.all_gather
+
+    def all_gather(self, *arguments):
+        if isinstance(arguments[1], paddle.Tensor) and isinstance(arguments[0], paddle.Tensor):
+            count("collective", arguments[1])
+        return plain_gather(self, *arguments)
+
+    def all_reduce(self, tensor, op):
+        count("collective", tensor, 2)
+        return self.all_reduce(tensor, op, True).wait()
+
+    def send(self, tensor, target):
+        count("sent", tensor)
+        return self.send(tensor, target, True).wait()
+
+    group.all_gather = all_gather
+    group.all_reduce_on_calc_stream = all_reduce
     group.broadcast_on_calc_stream = lambda self, tensor, source: self.broadcast(tensor, source, True).wait()
     group.all_gather_into_tensor_on_calc_stream = lambda self, out, tensor: self.all_gather_into_tensor(
         out, tensor, True
     ).wait()
-    group.send_on_calc_stream = lambda self, tensor, target: self.send(tensor, target, True).wait()
+    group.send_on_calc_stream = send
     group.recv_on_calc_stream = lambda self, tensor, source: self.recv(tensor, source, True).wait()
     group.reduce_scatter_tensor = reduce_scatter
     group.reduce_scatter_tensor_on_calc_stream = reduce_scatter

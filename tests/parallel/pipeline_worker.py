@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-import cpu_gloo  # noqa: F401  before fleet.init
+import cpu_gloo  # before fleet.init
 import numpy as np
 import paddle
 import paddle.distributed as dist
@@ -27,8 +27,10 @@ def main(folder: Path):
         config = small_config(use_progressive_seq_len=True, **changes)
         trainer = make_trainer(config, arguments(folder / name, **degrees), Ernie35ForCausalLMPipe)
         start = {f"start/{key}": value for key, value in weights_of(trainer.model).items()}
+        before = cpu_gloo.moved["sent"]
         trainer.train()
-        np.savez(folder / f"{name}.{rank}.npz", losses=losses(trainer), **start, **weights_of(trainer.model))
+        sent = cpu_gloo.moved["sent"] - before
+        np.savez(folder / f"{name}.{rank}.npz", sent=sent, losses=losses(trainer), **start, **weights_of(trainer.model))
     stages = {}
     for name, changes in VIRTUAL.items():
         paddle.seed(7)

@@ -8,11 +8,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import cpu_gloo  # noqa: F401  before fleet.init
+import cpu_gloo  # before fleet.init
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from cases import MODELS, arguments, forward_and_backward, losses, make_trainer, set_rebuilt_weights, small_config, weights_of
+from cases import (
+    MODELS,
+    arguments,
+    forward_and_backward,
+    losses,
+    make_trainer,
+    set_rebuilt_weights,
+    small_config,
+    train_once,
+    weights_of,
+)
 
 from ernie35se.modeling import Ernie35ForCausalLM
 
@@ -44,7 +54,12 @@ def main(folder: Path):
             start = {f"start/{key}": value for key, value in weights_of(model).items()}
             set_rebuilt_weights(model, 2, rank)
             partial = [p for p in model.parameters() if getattr(p, "sequence_parallel", False)]
+            before = cpu_gloo.moved["collective"]
+            train_once(model)
+            moved = cpu_gloo.moved["collective"] - before
+            model.clear_gradients()
             arrays = forward_and_backward(model)
+            arrays["moved"] = np.array(moved)
             for parameter in partial:  # as the trainer's hooks do
                 dist.all_reduce(parameter.grad)
             arrays.update({f"gradient/{key}": p.grad.numpy() for key, p in model.named_parameters()})

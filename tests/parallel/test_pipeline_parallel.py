@@ -12,13 +12,15 @@ import paddle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import make_trainer, small_config, train_alone, arguments, weights_of  # noqa: E402
+from cases import arguments, length_of_step, make_trainer, small_config, train_alone, weights_of  # noqa: E402
 from launching import launch_worker  # noqa: E402
 from pipeline_cases import TRAINING, VIRTUAL  # noqa: E402
 
 from ernie35se.configuration import Ernie35Config  # noqa: E402
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
-from ernie35se.modeling_pipe import Ernie35ForCausalLMPipe, balanced_stages, layer_costs  # noqa: E402
+from ernie35se.modeling_pipe import Ernie35ForCausalLMPipe  # noqa: E402
+from ernie35se.stages import balanced_stages, layer_costs  # noqa: E402
+from ernie35se.training.estimate import Plan, communication_per_step  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,7 @@ def test_six_steps_of_training_equal_one_process(results, tmp_path, case):
     seen = set()
     for stage in stages_of(results, case):
         np.testing.assert_allclose(stage.pop("losses"), expected, atol=1e-5, rtol=0)
+        assert stage.pop("sent") == sum(sent_in_step(config, step) for step in range(6))
         for name, value in stage.items():
             if name.startswith("start/"):
                 np.testing.assert_array_equal(value, start[name[6:]], err_msg=name)
@@ -48,6 +51,11 @@ def test_six_steps_of_training_equal_one_process(results, tmp_path, case):
                 np.testing.assert_allclose(value, weights[name], atol=2e-4, err_msg=name)
                 seen.add(name)
     assert seen == set(weights)
+
+
+def sent_in_step(config, step: int) -> int:
+    plan = Plan(length_of_step(step, 24), micro_batch=2, accumulation=2, pipeline_parallel=2)
+    return next(row.bytes for row in communication_per_step(config, plan) if row.part == "pipeline")
 
 
 @pytest.mark.parametrize("case", VIRTUAL)

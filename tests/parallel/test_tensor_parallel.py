@@ -14,6 +14,7 @@ from cases import MODELS, forward_and_backward, merged, set_rebuilt_weights, sma
 from launching import launch_worker  # noqa: E402
 
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
+from ernie35se.training.estimate import Plan, communication_per_step  # noqa: E402
 
 TRAINING = {
     "plain": {},
@@ -68,6 +69,18 @@ def test_logits_loss_and_every_gradient_equal_one_process(results, kind, case):
             assert sum(shares) == value.size * (2 if replicated else 1), name
             if replicated:
                 np.testing.assert_allclose(pieces[0][name], pieces[1][name], atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "sequence"])
+@pytest.mark.parametrize("case", [case for case in MODELS if "whole_logits" not in case])
+def test_the_estimate_of_what_is_sent_equals_what_was_counted(results, kind, case):
+    config = small_config(**MODELS[case])
+    recompute = "full" if config.use_recompute else "none"
+    plan = Plan(8, 3, tensor_parallel=2, sequence_parallel=kind == "sequence", recompute=recompute)
+    (row,) = communication_per_step(config, plan)
+    assert row.part == "tensor"
+    for rank in ranks_of(results, f"{kind}-model-{case}"):
+        assert rank["moved"] // 2 == row.bytes  # (N - 1) / N of what was moved, N = 2
 
 
 @pytest.mark.parametrize("kind", ["tensor", "sequence"])
