@@ -1,16 +1,17 @@
-"""Generation: cache, positions, sampling, beams. `generate()` keeps PaddleNLP's signature and replaces its loop.
+"""Generation: cache, positions, sampling, beams. `generate()` keeps PaddleNLP's signature and replaces its
+loop.
 
 What one request goes through:
 
-    positions   fixed once for each row, from its own number of tokens + max_new_tokens, so that a batch equals single rows
-                and cached keys keep their angles
+    positions   fixed once for each row, from its own number of tokens + max_new_tokens, so that a batch
+                equals single rows and cached keys keep their angles
     prefill     all prompt tokens at once; only the last position reaches the LM head
-    decode      one token a step for the rows that have not ended; keys and values are written in place into a cache that
-                holds the whole request, rotated already
+    decode      one token a step for the rows that have not ended; keys and values are written in place into a
+                cache that holds the whole request, rotated already
     choose      greedy, sampling (top_k first, so that a small k never sorts the vocabulary) or beam search
 
-A prompt's tokens are all real unless the caller's attention_mask says otherwise: PaddleNLP takes each pad id (which is unk's
-here) for padding, even in the middle of a prompt.
+A prompt's tokens are all real unless the caller's attention_mask says otherwise: PaddleNLP takes each pad id
+(which is unk's here) for padding, even in the middle of a prompt.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ HIDDEN = -1e9  # additive mask: lost beside any score
 
 
 class KVCache:
-    """Keys and values of one attention layer, (B, H, S, D), written in place into buffers that hold the whole request.
+    """Keys and values of one attention layer, (B, H, S, D), written in place into buffers that hold the whole
+    request.
 
-    Attention reads the buffers as they are, without a copy; columns that are not written yet are masked. So that a request
-    with much room left does not pay for it at every step, buffers start smaller than `capacity` and grow by a quarter.
+    Attention reads the buffers as they are, without a copy; columns that are not written yet are masked. So
+    that a request with much room left does not pay for it at every step, buffers start smaller than
+    `capacity` and grow by a quarter.
     """
 
     def __init__(self, capacity: int):
@@ -44,8 +47,8 @@ class KVCache:
         self._key = self._value = None
 
     def append(self, key: paddle.Tensor, value: paddle.Tensor):
-        """Add T tokens, (B, T, H, D) each. Returns what these tokens may look at: themselves while the cache was empty,
-        else the buffers, (B, H, room, D)."""
+        """Add T tokens, (B, T, H, D) each. Returns what these tokens may look at: themselves while the cache
+        was empty, else the buffers, (B, H, room, D)."""
         start, stop = self.length, self.length + key.shape[1]
         assert stop <= self.capacity, f"{stop} tokens, room for {self.capacity}"
         if stop > self.room:
@@ -79,7 +82,8 @@ class KVCache:
 
 
 class BlockInputs(NamedTuple):
-    """What the blocks share, field by field that of modeling.AttentionInputs, which stands above this module."""
+    """What the blocks share, field by field that of modeling.AttentionInputs, which stands above this
+    module."""
 
     batch: int
     core: callable
@@ -92,17 +96,26 @@ class BlockInputs(NamedTuple):
 
 
 class Request:
-    """The rows that are being decoded: tokens and positions, on the host. The arrays are as wide as the request can get."""
+    """The rows that are being decoded: tokens and positions, on the host. The arrays are as wide as the
+    request can get."""
 
-    def __init__(self, config, input_ids, attention_mask, position_ids, max_new_tokens: int, interval: int | None):
+    def __init__(
+        self, config, input_ids, attention_mask, position_ids, max_new_tokens: int, interval: int | None
+    ):
         batch, self.length = input_ids.shape
         width = self.length + max_new_tokens
-        real = np.ones(input_ids.shape, dtype=np.int64) if attention_mask is None else attention_mask.numpy().astype(np.int64)
+        real = (
+            np.ones(input_ids.shape, dtype=np.int64)
+            if attention_mask is None
+            else attention_mask.numpy().astype(np.int64)
+        )
         _check_left_padded(real, input_ids.shape)
         self.ids = np.zeros((batch, width), dtype=np.int64)  # prompt, then what was generated
         self.ids[:, : self.length] = input_ids.numpy()
         self.padding = self.length - real.sum(-1)  # (B,): columns in front of each row's first token
-        order = np.maximum(np.arange(1, width + 1) - self.padding[:, None], 0)  # (B, width): 1, 2, ... from the first token
+        order = np.maximum(
+            np.arange(1, width + 1) - self.padding[:, None], 0
+        )  # (B, width): 1, 2, ... from the first token
         if position_ids is None:
             step = self._steps(config, max_new_tokens, interval)[:, None]
             self.positions = np.maximum(order * step - 1, 0)
@@ -110,7 +123,9 @@ class Request:
             self.positions = self._continued(np.broadcast_to(position_ids.numpy(), input_ids.shape), width)
             last, table = int(self.positions.max()), config.max_position_embeddings
             if last >= table:
-                raise ValueError(f"position_ids that go on to {last} leave the model's table of {table} positions.")
+                raise ValueError(
+                    f"position_ids that go on to {last} leave the model's table of {table} positions."
+                )
         self.tokens = input_ids  # those that the model has not seen yet
 
     def _steps(self, config, max_new_tokens, interval) -> np.ndarray:
@@ -121,7 +136,8 @@ class Request:
             return np.array(fitting if config.enable_random_position_ids else [1] * len(counts))
         if interval < 1 or int(counts.max()) * interval > table:
             raise ValueError(
-                f"position_interval {interval} x {int(counts.max())} tokens does not fit into the model's {table} positions."
+                f"position_interval {interval} x {int(counts.max())} tokens does not fit into the model's {table} "
+                "positions."
             )
         return np.full(len(counts), interval)
 
@@ -167,8 +183,8 @@ class Request:
 class InPlaceForward:
     """The quick way through the model: blocks called one by one, on caches written in place.
 
-    Rotation tables are made once, for all of the request's positions; the mask grows with the cache and changes by one
-    column a step. Behind the last layer with attention only the last position goes on.
+    Rotation tables are made once, for all of the request's positions; the mask grows with the cache and
+    changes by one column a step. Behind the last layer with attention only the last position goes on.
     """
 
     def __init__(self, model, request: Request):
@@ -223,7 +239,8 @@ class InPlaceForward:
 
 
 class WholeForward:
-    """The model's own forward, for models whose blocks are watched by hooks (prefix tuning, ReFT) and for `use_cache=False`."""
+    """The model's own forward, for models whose blocks are watched by hooks (prefix tuning, ReFT) and for
+    `use_cache=False`."""
 
     def __init__(self, model, request: Request, use_cache: bool):
         self.model, self.use_cache = model, use_cache
@@ -251,7 +268,8 @@ class WholeForward:
 
 
 def attend_to_cache(query, key, value, mask, need_weights=False):
-    """Attention core of one new token: query (B, 1, H, D), a cache's key and value (B, H, S, D); nothing is transposed."""
+    """Attention core of one new token: query (B, 1, H, D), a cache's key and value (B, H, S, D); nothing is
+    transposed."""
     batch, _, heads, head_dim = query.shape
     scores = paddle.matmul(query.reshape([batch, heads, 1, head_dim]) * head_dim**-0.5, key, transpose_y=True)
     weights = F.softmax(scores.astype("float32") + mask, axis=-1).astype(value.dtype)  # (B, H, 1, S)
@@ -260,7 +278,10 @@ def attend_to_cache(query, key, value, mask, need_weights=False):
 
 def choose_forward(model, request: Request, use_cache: bool):
     """The quick way where nothing watches the model, else its own forward."""
-    watched = any(layer._forward_pre_hooks or layer._forward_post_hooks for layer in (model, model.ernie, *model.ernie.layers))
+    watched = any(
+        layer._forward_pre_hooks or layer._forward_post_hooks
+        for layer in (model, model.ernie, *model.ernie.layers)
+    )
     if watched or not use_cache or model.config.sequence_parallel:
         return WholeForward(model, request, use_cache)
     return InPlaceForward(model, request)
@@ -273,28 +294,39 @@ class Ernie35GenerationMixin:
         return True
 
     def generate(
-        self, input_ids=None, generation_config=None, stopping_criteria=None, streamer=None, synced_gpus=None, **kwargs
+        self,
+        input_ids=None,
+        generation_config=None,
+        stopping_criteria=None,
+        streamer=None,
+        synced_gpus=None,
+        **kwargs,
     ):
         """Continue each row of a batch.
 
         Args:
             input_ids: (B, T), rows of unequal length padded on the left.
-            generation_config: PaddleNLP's GenerationConfig; each of its fields may also be given by name: max_new_tokens,
-                decode_strategy (`greedy_search`, `sampling`, `beam_search`), top_k, top_p, temperature, repetition_penalty,
-                min_new_tokens, no_repeat_ngram_size, num_beams, length_penalty, num_return_sequences, eos_token_id, ...
-            stopping_criteria: called with the unfinished rows' (ids, scores) after each token; true ends generation.
+            generation_config: PaddleNLP's GenerationConfig; each of its fields may also be given by name:
+                max_new_tokens, decode_strategy (`greedy_search`, `sampling`, `beam_search`), top_k, top_p,
+                temperature, repetition_penalty, min_new_tokens, no_repeat_ngram_size, num_beams,
+                length_penalty, num_return_sequences, eos_token_id, ...
+            stopping_criteria: called with the unfinished rows' (ids, scores) after each token; true ends
+                generation.
             streamer: its `put` gets each step's tokens, (B,), pad for ended rows; not with beam search.
             attention_mask: (B, T), 0 for padding. Without it every token counts.
-            position_interval: distance of neighbouring positions, the same for all rows. Without it each row's own.
-            position_ids: (B, T). Without it positions are spaced as the model was trained (design of positions.py); with
-                it, new tokens go on at the distance of the row's last two.
+            position_interval: distance of neighbouring positions, the same for all rows. Without it each
+                row's own.
+            position_ids: (B, T). Without it positions are spaced as the model was trained (design of
+                positions.py); with it, new tokens go on at the distance of the row's last two.
 
         Returns:
-            (new ids, (B * num_return_sequences, longest answer), padded with the pad id; scores, (same, 1): mean log
-            probability of the new tokens, for beams divided by length ** length_penalty instead of by length).
+            (new ids, (B * num_return_sequences, longest answer), padded with the pad id; scores, (same, 1):
+            mean log probability of the new tokens, for beams divided by length ** length_penalty instead of
+            by length).
 
         Raises:
-            ValueError: more tokens than positions, before anything is computed; a setting that does not exist.
+            ValueError: more tokens than positions, before anything is computed; a setting that does not
+                exist.
         """
         settings, inputs = self._generation_settings(generation_config, kwargs)
         request = self._request(input_ids, settings, inputs)
@@ -305,14 +337,17 @@ class Ernie35GenerationMixin:
         return self._decode(request, settings, extra, stopping_criteria, streamer)
 
     def generate_steps(self, input_ids=None, generation_config=None, **kwargs) -> Iterator[dict[int, int]]:
-        """`generate` by greedy search or sampling, one step at a time: yields {row: new token} of the rows that go on, until
-        all have ended. Rows that are sent in (`steps.send({2})`) end with the token just seen.
+        """`generate` by greedy search or sampling, one step at a time: yields {row: new token} of the rows
+        that go on, until all have ended. Rows that are sent in (`steps.send({2})`) end with the token just
+        seen.
 
         Arguments and errors as in `generate`; the errors come before the first step.
         """
         settings, inputs = self._generation_settings(generation_config, kwargs)
         if settings.decode_strategy == "beam_search" or settings.num_return_sequences > 1:
-            raise ValueError("beam search and several answers a prompt have no tokens to show before the end; use generate().")
+            raise ValueError(
+                "beam search and several answers a prompt show no tokens before the end; use generate()."
+            )
         request = self._request(input_ids, settings, inputs)
         return self._bare_steps(request, settings, inputs.get("logits_processors"))
 
@@ -330,7 +365,9 @@ class Ernie35GenerationMixin:
         input_ids = inputs.get("input_ids", input_ids)
         if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
             seen = None if input_ids is None else input_ids.shape
-            raise ValueError(f"generate() needs input_ids of shape (batch, tokens), at least one each; got {seen}.")
+            raise ValueError(
+                f"generate() needs input_ids of shape (batch, tokens), at least one each; got {seen}."
+            )
         return Request(
             self.config,
             input_ids,
@@ -346,7 +383,13 @@ class Ernie35GenerationMixin:
         if generation_config is None:
             settings.use_cache = True  # the model's own has the config's, which is about forward() and off
         inputs = settings.update(**kwargs)
-        unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids", "position_interval", "logits_processors"}
+        unknown = set(inputs) - {
+            "input_ids",
+            "attention_mask",
+            "position_ids",
+            "position_interval",
+            "logits_processors",
+        }
         if unknown:
             raise ValueError(f"generate() does not know {', '.join(sorted(unknown))}.")
         if settings.max_length and settings.max_new_tokens == DEFAULT_MAX_NEW_TOKENS:  # its old name
@@ -379,8 +422,11 @@ class Ernie35GenerationMixin:
         return _padded(answers, settings.pad_token_id), paddle.to_tensor(means, dtype="float32").unsqueeze(-1)
 
     def _steps(self, request, settings, extra_processors):
-        """Yields [(row, token, its log probability)] of the unfinished rows after each token; rows sent in end there."""
-        ends, rows = _end_ids(settings), list(range(request.num_rows))  # rows: whose each row of the request is
+        """Yields [(row, token, its log probability)] of the unfinished rows after each token; rows sent in
+        end there."""
+        ends, rows = _end_ids(settings), list(
+            range(request.num_rows)
+        )  # rows: whose each row of the request is
         forward = choose_forward(self, request, settings.use_cache)
         processors = self._processors(request, settings, extra_processors)
         for _ in range(settings.max_new_tokens):
@@ -391,11 +437,17 @@ class Ernie35GenerationMixin:
                 else:
                     tokens = sample(logits, settings.temperature, settings.top_k, settings.top_p)
                 tokens = self.agreed(tokens)
-                log_p = (logits.take_along_axis(tokens, 1) - logits.logsumexp(-1, keepdim=True)).flatten().tolist()
+                log_p = (
+                    (logits.take_along_axis(tokens, 1) - logits.logsumexp(-1, keepdim=True))
+                    .flatten()
+                    .tolist()
+                )
                 request.append(tokens)
             step = list(zip(rows, request.ids[:, request.length - 1].tolist(), log_p))
             dropped = (yield step) or ()
-            going_on = [i for i, (row, token, _) in enumerate(step) if token not in ends and row not in dropped]
+            going_on = [
+                i for i, (row, token, _) in enumerate(step) if token not in ends and row not in dropped
+            ]
             if not going_on:
                 return
             if len(going_on) < len(rows):
@@ -404,7 +456,8 @@ class Ernie35GenerationMixin:
                 forward.select(going_on)
 
     def _beam_search(self, request, settings, extra_processors):
-        """Beams of each row, kept apart from the other rows' (Graves 2012; scores as in GNMT, Wu et al. 2016)."""
+        """Beams of each row, kept apart from the other rows' (Graves 2012; scores as in GNMT, Wu et al.
+        2016)."""
         width, ends = settings.num_beams, _end_ids(settings)
         searches = [BeamRow(width, settings, ends) for _ in range(request.num_rows)]
         forward = choose_forward(self, request, settings.use_cache)
@@ -458,10 +511,11 @@ class Ernie35GenerationMixin:
 
 
 def sample(logits: paddle.Tensor, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:
-    """Draw one token a row from softmax(logits / temperature), cut to the `top_k` likeliest (0: all) and to the fewest
-    likeliest that together exceed `top_p` (Holtzman et al. 2020, nucleus sampling).
+    """Draw one token a row from softmax(logits / temperature), cut to the `top_k` likeliest (0: all) and to
+    the fewest likeliest that together exceed `top_p` (Holtzman et al. 2020, nucleus sampling).
 
-    As in PaddleNLP, top_p counts the probability mass of the whole vocabulary, not of the k kept. logits: (B, V); returns (B, 1).
+    As in PaddleNLP, top_p counts the probability mass of the whole vocabulary, not of the k kept. logits: (B,
+    V); returns (B, 1).
     """
     vocab = logits.shape[-1]
     probabilities = F.softmax(logits / temperature, axis=-1)
@@ -491,8 +545,8 @@ def _eval_mode(model):
 class BeamRow:
     """The beams of one prompt.
 
-    A finished answer's score is its log probability / length ** length_penalty. The search ends when no open beam can beat the
-    worst of `width` finished answers (with `early_stopping`: as soon as there are `width`).
+    A finished answer's score is its log probability / length ** length_penalty. The search ends when no open
+    beam can beat the worst of `width` finished answers (with `early_stopping`: as soon as there are `width`).
     """
 
     def __init__(self, width: int, settings, ends: set[int]):
@@ -502,10 +556,15 @@ class BeamRow:
         self.finished = []  # (score, tokens), best first
 
     def advance(self, log_p: np.ndarray, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """One step. log_p, tokens: (open beams, candidates). Returns (beam it continues, token) of each new open beam."""
+        """One step. log_p, tokens: (open beams, candidates). Returns (beam it continues, token) of each new
+        open beam."""
         self.left -= 1
         candidates = sorted(
-            ((self.open[b][0] + float(p), b, int(t)) for b in range(len(self.open)) for p, t in zip(log_p[b], tokens[b])),
+            (
+                (self.open[b][0] + float(p), b, int(t))
+                for b in range(len(self.open))
+                for p, t in zip(log_p[b], tokens[b])
+            ),
             key=lambda c: -c[0],
         )[: 2 * self.width]
         going_on = []
@@ -542,7 +601,9 @@ class BeamRow:
         if self.early:
             return True
         length = len(self.open[0][1])
-        longest = length + self.left if self.penalty > 0 else length  # totals only fall; a longer one divides by more
+        longest = (
+            length + self.left if self.penalty > 0 else length
+        )  # totals only fall; a longer one divides by more
         return self.open[0][0] / longest**self.penalty <= self.finished[-1][0]
 
 
@@ -566,9 +627,13 @@ def _padded(answers: list[list[int]], pad: int) -> paddle.Tensor:
 
 def _check_left_padded(real: np.ndarray, shape) -> None:
     if list(real.shape) != list(shape):
-        raise ValueError(f"attention_mask has shape {list(real.shape)}; expected that of input_ids, {list(shape)}.")
+        raise ValueError(
+            f"attention_mask has shape {list(real.shape)}; expected that of input_ids, {list(shape)}."
+        )
     if (np.diff(real, axis=-1) < 0).any() or not real[:, -1].all():
-        raise ValueError("attention_mask has padding after a real token; generation wants rows padded on the left.")
+        raise ValueError(
+            "attention_mask has padding after a real token; generation wants rows padded on the left."
+        )
 
 
 def _check_settings(settings) -> None:

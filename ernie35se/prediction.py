@@ -1,0 +1,243 @@
+"""What scripts/predict.py is made of: its settings, and the file of answers that an interrupted run
+continues."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Optional, Sequence
+
+from paddlenlp.utils.log import logger
+
+from . import peft
+from .predictor import (
+    DTYPES,
+    Decoding,
+    Predictor,
+    check_model_folder,
+    load_tokenizer,
+    setting,
+    write_single_device,
+)
+from .training.arguments import SettingError, parse_arguments
+
+
+@dataclass(frozen=True)
+class PredictArguments:
+    """Which model answers which prompts, and where the answers go."""
+
+    _argument_group_name = "prediction"
+
+    model_name_or_path: Optional[str] = setting(
+        None, "Folder of the model: config.json, weights and, as a rule, tokenizer."
+    )
+    tokenizer_name_or_path: Optional[str] = setting(
+        None, "Folder of the tokenizer. Left out: the model's or the adapter's."
+    )
+    data_file: Optional[str] = setting(
+        None, "Prompts: JSON lines or a list of records with src, instruction (input, system, history) or messages. "
+        "Left out: some examples."
+    )  # fmt: skip
+    predict_file: str = setting(
+        "prediction.json", 'Answers, a line {"src": ..., "output": ...} for each prompt, in order.'
+    )
+    resume: bool = setting(False, "Continue the predict_file of a run that was interrupted.")
+    batch_size: int = setting(1, "Prompts that run through the model together.")
+    src_length: Optional[int] = setting(
+        None, "Most tokens of a prompt. Left out: as in fine-tuning, else 128."
+    )
+    tgt_length: Optional[int] = setting(
+        None, "Most tokens of an answer. Left out: as in fine-tuning, else 160."
+    )
+    template: Optional[str] = setting(
+        None,
+        "What stands around a prompt: plain, alpaca, chatml, tokenizer, or a jinja file. Left out: as fine-tuned.",
+    )
+    stream: bool = setting(False, "Print answers as they come, one prompt at a time.")
+    interactive: bool = setting(False, "Answer lines of the standard input, as they come.")
+    device: Optional[str] = setting(None, "cpu, gpu or gpu:N. Left out: a GPU where there is one.")
+    dtype: Optional[str] = setting(
+        None, f"{', '.join(DTYPES)}. Left out: bfloat16 on a GPU; on CPU always float32."
+    )
+    lora_path: Optional[str] = setting(
+        None, "Folder of LoRA adapters (rsLoRA, PiSSA, MoRA and kin), used unmerged."
+    )
+    prefix_path: Optional[str] = setting(None, "Folder of a learnt prefix.")
+    vera_path: Optional[str] = setting(None, "Folder of VeRA adapters.")
+    lokr_path: Optional[str] = setting(None, "Folder of LoKr adapters.")
+    dislora_path: Optional[str] = setting(None, "Folder of DisLoRA adapters.")
+    reft_path: Optional[str] = setting(None, "Folder of ReFT interventions.")
+    tare_path: Optional[str] = setting(None, "Folder of TARE editors.")
+    merge_tensor_parallel_path: Optional[str] = setting(
+        None, "Folder to write a checkpoint to that one device loads, with the tokenizer, before predicting."
+    )
+
+    def __post_init__(self):
+        if not self.model_name_or_path:
+            raise SettingError(
+                "model_name_or_path", self.model_name_or_path, "expected the folder of a trained model"
+            )
+        for name in ("batch_size", "src_length", "tgt_length"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingError(name, value, "expected a whole number of at least 1")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise SettingError("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
+        for other in ("resume", "data_file"):
+            if self.interactive and getattr(self, other):
+                raise SettingError(
+                    "interactive", True, f"answers the standard input and writes no file; leave out --{other}"
+                )
+        given = [name for name in self.adapter_flags() if getattr(self, name)]
+        if len(given) > 1:
+            raise SettingError(
+                given[1], getattr(self, given[1]), f"one adapter at a time; --{given[0]} is given too"
+            )
+
+    @classmethod
+    def adapter_flags(cls) -> list:
+        """One for each method of peft."""
+        return [f"{method}_path" for method in peft.METHODS]
+
+    @property
+    def adapter_path(self) -> Optional[str]:
+        """The folder of adapters, or None.
+
+        Raises:
+            ValueError: it holds none of the method that its flag names.
+        """
+        for flag in self.adapter_flags():
+            folder = getattr(self, flag)
+            if folder:
+                found = peft.saved_method(folder)
+                if found != flag.removesuffix("_path"):
+                    held = f"{found} adapters; pass it as --{found}_path" if found else "no adapters"
+                    raise SettingError(flag, folder, f"it holds {held}")
+                return folder
+        return None
+
+
+def parse_predict_arguments(argv: Optional[Sequence[str]] = None) -> tuple[PredictArguments, Decoding]:
+    """Read `[file.json] [--flag value ...]`; errors as in `training.arguments.parse_arguments`."""
+    return parse_arguments(argv, (PredictArguments, Decoding), "predict.py", _reconcile)
+
+
+def _reconcile(settings: PredictArguments, decoding: Decoding):
+    if settings.stream and decoding.decode_strategy == "beam_search":
+        raise SettingError(
+            "stream", True, "beam search knows its answer only at the end; choose another --decode_strategy"
+        )
+    if decoding.decode_strategy != "sampling":
+        default = Decoding(decode_strategy=decoding.decode_strategy)
+        ignored = [f.name for f in fields(Decoding) if f.name in ("top_k", "top_p", "temperature")
+                   and getattr(decoding, f.name) != getattr(default, f.name)]  # fmt: skip
+        if ignored:
+            logger.warning(
+                f"{', '.join(ignored)} have no effect with decode_strategy {decoding.decode_strategy}."
+            )
+    return settings, decoding
+
+
+def load_predictor(settings: PredictArguments) -> Predictor:
+    """The predictor that the settings describe; first the checkpoint in one piece, where that is asked
+    for."""
+    model, adapter = settings.model_name_or_path, settings.adapter_path
+    check_model_folder(model)
+    if settings.merge_tensor_parallel_path:
+        tokenizer = load_tokenizer(settings.tokenizer_name_or_path, (model, adapter))
+        write_single_device(model, settings.merge_tensor_parallel_path, tokenizer)
+        model = settings.merge_tensor_parallel_path
+    return Predictor.load(
+        model,
+        settings.tokenizer_name_or_path,
+        adapter,
+        settings.device,
+        settings.dtype,
+        settings.src_length,
+        settings.tgt_length,
+        settings.template,
+    )
+
+
+class AnswerFile:
+    """A file of lines {"src": ..., "output": ...}, in the prompts' order, each written whole as soon as those
+    before it are.
+
+    Nothing is changed on disk before the file is entered (`with`).
+
+    Args:
+        sources: the prompts' texts. resume: keep the answers that are there, which must belong to these
+            prompts.
+
+    Attributes:
+        done: number of prompts answered in the file.
+
+    Raises:
+        ValueError: a file to resume that holds answers to other prompts.
+    """
+
+    def __init__(self, path: str, sources: Sequence[str], resume: bool):
+        self.path, self.sources = Path(path), list(sources)
+        self.done, self._end, self._waiting = 0, 0, {}
+        if self.path.is_dir() or not (self.path.parent).is_dir():
+            raise SettingError("predict_file", path, "expected a file in a folder that exists")
+        if resume and self.path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        for number, line in enumerate(content.splitlines(keepends=True)):
+            place = f"{self.path}:{number + 1}"
+            if not line.endswith(b"\n"):
+                logger.warning(f"{place}: cut off in the middle; that prompt is answered again.")
+                break
+            try:
+                source = json.loads(line)["src"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{place}: no answer that predict.py wrote; resume another file, or leave --resume out."
+                ) from None
+            expected = self.sources[number] if number < len(self.sources) else None
+            if source != expected:
+                raise ValueError(
+                    f"{place}: answers {source[:60]!r}, but prompt {number + 1} is "
+                    f"{'missing' if expected is None else repr(expected[:60])}; the file belongs to other "
+                    "prompts. Give the same --data_file, or leave --resume out to start over."
+                )
+            self._end += len(line)
+            self.done = number + 1
+        logger.info(
+            f"{self.path}: {self.done} of {len(self.sources)} prompts are answered; goes on with the rest."
+        )
+
+    def __enter__(self) -> AnswerFile:
+        if not self.done and self.path.exists() and self.path.stat().st_size:
+            logger.warning(f"{self.path}: is written anew (--resume would have continued it).")
+        self._file = open(self.path, "ab")
+        self._file.truncate(self._end)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def put(self, number: int, output: str) -> None:
+        """Take an answer; write it, and those that waited for it, if all before are written."""
+        self._waiting[number] = output
+        while self.done in self._waiting:
+            record = {"src": self.sources[self.done], "output": self._waiting.pop(self.done)}
+            self._file.write(_line(record))
+            self._file.flush()
+            self.done += 1
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(source, output) of what is written."""
+        records = map(json.loads, self.path.read_text(encoding="utf-8").split("\n")[: self.done])
+        return [(record["src"], record["output"]) for record in records]
+
+
+def _line(record: dict) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, from a broken escape in the data
+        return json.dumps(record).encode() + b"\n"
