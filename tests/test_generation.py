@@ -11,7 +11,11 @@ from paddlenlp.generation import GenerationConfig
 from ernie35se import positions
 from ernie35se.generation import KVCache, sample
 
-PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 0, 12], [13]]  # 0 is unk and pad: in the middle of a prompt it is a token
+PROMPTS = [
+    [5, 6, 7, 8, 9, 10],
+    [11, 0, 12],
+    [13],
+]  # 0 is unk and pad: in the middle of a prompt it is a token
 
 
 def left_padded(prompts, pad=0):
@@ -34,7 +38,11 @@ def recomputed_greedy(model, prompt, new_tokens, position_ids=None):
     """The slow form: the whole sequence again for each token, positions written out by hand."""
     ids, config = list(prompt), model.config
     total = len(prompt) + new_tokens
-    interval = positions.position_interval(total, config.max_position_embeddings) if config.enable_random_position_ids else 1
+    interval = (
+        positions.position_interval(total, config.max_position_embeddings)
+        if config.enable_random_position_ids
+        else 1
+    )
     where = positions.interval_position_ids(total, interval) if position_ids is None else position_ids
     for _ in range(new_tokens):
         (logits,) = model(paddle.to_tensor([ids]), position_ids=paddle.to_tensor(where[: len(ids)]))
@@ -53,9 +61,13 @@ def test_greedy_equals_full_recomputation_for_each_row(settings, use_cache):
     assert got.shape == [3, 12]
     for row, prompt in zip(got.tolist(), PROMPTS):
         assert row == recomputed_greedy(model, prompt, 12)
-        alone, _ = model.generate(paddle.to_tensor([prompt]), max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1)
+        alone, _ = model.generate(
+            paddle.to_tensor([prompt]), max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1
+        )
         assert alone.tolist() == [row]
-    assert len(set(map(tuple, got.tolist()))) == 3 and len(set(got[0].tolist())) > 2  # answers that differ and move
+    assert (
+        len(set(map(tuple, got.tolist()))) == 3 and len(set(got[0].tolist())) > 2
+    )  # answers that differ and move
 
 
 def test_given_positions_go_on_at_their_own_distance():
@@ -73,15 +85,24 @@ def test_given_positions_go_on_at_their_own_distance():
 def test_answers_end_at_eos_and_are_padded():
     model = lively_model()
     ids, mask = left_padded(PROMPTS)
-    free, _ = model.generate(ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1)
+    free, _ = model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=-1
+    )
     free = free.tolist()
     eos = free[0][4]
     got, scores = model.generate(
-        ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=eos, pad_token_id=36
+        ids,
+        attention_mask=mask,
+        max_new_tokens=12,
+        decode_strategy="greedy_search",
+        eos_token_id=eos,
+        pad_token_id=36,
     )
     assert scores.shape == [3, 1] and (scores.numpy() < 0).all() and model.config.eos_token_id == 2
     ends = [eos, free[1][1], free[2][2]]
-    several, _ = model.generate(ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=ends)
+    several, _ = model.generate(
+        ids, attention_mask=mask, max_new_tokens=12, decode_strategy="greedy_search", eos_token_id=ends
+    )
     for answers, pad, stop in ((got.tolist(), 36, {eos}), (several.tolist(), 0, set(ends))):
         for row, whole in zip(answers, free):
             length = next((i + 1 for i, token in enumerate(whole) if token in stop), 12)
@@ -90,7 +111,9 @@ def test_answers_end_at_eos_and_are_padded():
 
 def test_scores_are_mean_log_probabilities():
     model = lively_model()
-    got, scores = model.generate(paddle.to_tensor([PROMPTS[0]]), max_new_tokens=5, decode_strategy="greedy_search", eos_token_id=-1)
+    got, scores = model.generate(
+        paddle.to_tensor([PROMPTS[0]]), max_new_tokens=5, decode_strategy="greedy_search", eos_token_id=-1
+    )
     ids = PROMPTS[0] + got[0].tolist()
     where = positions.interval_position_ids(11, positions.position_interval(11, 256))
     (logits,) = model(paddle.to_tensor([ids]), position_ids=paddle.to_tensor(where))
@@ -103,7 +126,9 @@ def test_scores_are_mean_log_probabilities():
 def brute_force_beams(model, prompt, width, steps, ends, penalty):
     """Beam search by the definition, one full forward for each beam and step."""
     total = len(prompt) + steps
-    where = positions.interval_position_ids(total, positions.position_interval(total, model.config.max_position_embeddings))
+    where = positions.interval_position_ids(
+        total, positions.position_interval(total, model.config.max_position_embeddings)
+    )
     beams, finished = [(0.0, [])], []
     for step in range(steps):
         candidates = []
@@ -141,7 +166,9 @@ def test_beam_search_equals_brute_force_for_each_row(width, penalty):
 def test_beams_come_best_first_and_may_end_early():
     model = lively_model()
     ids, mask = left_padded(PROMPTS)
-    settings = dict(attention_mask=mask, max_new_tokens=5, decode_strategy="beam_search", num_beams=3, eos_token_id=7)
+    settings = dict(
+        attention_mask=mask, max_new_tokens=5, decode_strategy="beam_search", num_beams=3, eos_token_id=7
+    )
     got, scores = model.generate(ids, num_return_sequences=3, **settings)
     assert got.shape[0] == 9 and (np.diff(scores.numpy().reshape(3, 3)) <= 0).all()
     one, best = model.generate(ids, **settings)
@@ -150,7 +177,9 @@ def test_beams_come_best_first_and_may_end_early():
     assert early.shape[0] == 3
 
 
-@pytest.mark.parametrize("top_k, top_p, temperature", [(0, 1.0, 1.0), (3, 1.0, 0.7), (0, 0.6, 1.5), (4, 0.5, 0.9), (100, 0.9, 1.0)])
+@pytest.mark.parametrize(
+    "top_k, top_p, temperature", [(0, 1.0, 1.0), (3, 1.0, 0.7), (0, 0.6, 1.5), (4, 0.5, 0.9), (100, 0.9, 1.0)]
+)
 def test_sampling_follows_its_distribution(top_k, top_p, temperature):
     paddle.seed(1)
     logits = np.array([[1.0, 2.0, 0.5, -1.0, 1.5, 0.0]])
@@ -172,19 +201,25 @@ def test_sampling_follows_its_distribution(top_k, top_p, temperature):
 def test_sampling_repeats_under_a_seed_and_can_return_several():
     model = lively_model()
     ids, mask = left_padded(PROMPTS)
-    settings = dict(attention_mask=mask, max_new_tokens=6, decode_strategy="sampling", top_k=0, eos_token_id=-1)
+    settings = dict(
+        attention_mask=mask, max_new_tokens=6, decode_strategy="sampling", top_k=0, eos_token_id=-1
+    )
     answers = []
     for seed in (1, 1, 2):
         paddle.seed(seed)
         answers.append(model.generate(ids, num_return_sequences=2, **settings)[0].tolist())
     assert answers[0] == answers[1] != answers[2] and len(answers[0]) == 6
     paddle.seed(0)
-    greedy, _ = model.generate(ids, attention_mask=mask, max_new_tokens=6, decode_strategy="greedy_search", eos_token_id=-1)
+    greedy, _ = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, decode_strategy="greedy_search", eos_token_id=-1
+    )
     narrow, _ = model.generate(ids, **{**settings, "top_k": 1})
     assert narrow.tolist() == greedy.tolist()
 
 
-@pytest.mark.parametrize("strategy", [dict(decode_strategy="greedy_search"), dict(decode_strategy="beam_search", num_beams=2)])
+@pytest.mark.parametrize(
+    "strategy", [dict(decode_strategy="greedy_search"), dict(decode_strategy="beam_search", num_beams=2)]
+)
 @pytest.mark.parametrize("processor", [dict(repetition_penalty=3.0), dict(min_new_tokens=4), dict(no_repeat_ngram_size=2),
                                        dict(forced_eos_token_id=9)])  # fmt: skip
 def test_logits_processors_treat_a_padded_row_as_a_single_one(strategy, processor):
@@ -217,7 +252,14 @@ def test_streamed_tokens_are_the_answer():
     model, streamer = lively_model(), Collect()
     ids, mask = left_padded(PROMPTS)
     eos = recomputed_greedy(model, PROMPTS[0], 3)[2]
-    got, _ = model.generate(ids, attention_mask=mask, max_new_tokens=7, decode_strategy="greedy_search", eos_token_id=eos, streamer=streamer)
+    got, _ = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=7,
+        decode_strategy="greedy_search",
+        eos_token_id=eos,
+        streamer=streamer,
+    )
     assert np.array(streamer.steps).T.tolist() == got.tolist() and streamer.ended
 
 
@@ -237,7 +279,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_computed(monkeypatch):
         (dict(top_p=0.0), "top_p is 0.0"),
         (dict(top_k=-1), "top_k is -1"),
         (dict(decode_strategy="beam_search"), "num_beams is 1"),
-        (dict(decode_strategy="beam_search", num_beams=2, num_return_sequences=3), "num_return_sequences is 3"),
+        (
+            dict(decode_strategy="beam_search", num_beams=2, num_return_sequences=3),
+            "num_return_sequences is 3",
+        ),
         (dict(decode_strategy="greedy_search", num_return_sequences=2), "num_return_sequences is 2"),
         (dict(top_n=3), "does not know top_n"),
         (dict(attention_mask=paddle.to_tensor([[1, 1, 0]])), "padded on the left"),
@@ -267,7 +312,11 @@ def test_cache_buffers_are_written_in_place_and_grow():
         key, value = cache.append(piece, piece + 1)
         assert (cache._key is buffers) == (piece.shape[1] == 1)
     whole = paddle.concat(pieces, axis=1).numpy().transpose(0, 2, 1, 3)
-    assert cache.length == 74 and list(key.shape) == [2, 3, cache.room, 4] and cache.room == 128 == cache.room_for(128)
+    assert (
+        cache.length == 74
+        and list(key.shape) == [2, 3, cache.room, 4]
+        and cache.room == 128 == cache.room_for(128)
+    )
     np.testing.assert_array_equal(key.numpy()[:, :, :74], whole)
     np.testing.assert_array_equal(value.numpy()[:, :, :74], whole + 1)
     cache.select(paddle.to_tensor([1, 1, 0]))
@@ -323,7 +372,9 @@ def test_long_answers_outgrow_the_first_buffers():
 def test_a_cache_is_used_unless_refused(monkeypatch):
     model, lengths = lively_model(), []
     embed = model.ernie.embed_tokens.forward
-    monkeypatch.setattr(model.ernie.embed_tokens, "forward", lambda ids: lengths.append(ids.shape[1]) or embed(ids))
+    monkeypatch.setattr(
+        model.ernie.embed_tokens, "forward", lambda ids: lengths.append(ids.shape[1]) or embed(ids)
+    )
     settings = dict(max_new_tokens=3, decode_strategy="greedy_search", eos_token_id=-1)
     model.generate(paddle.to_tensor([[5, 6, 7]]), **settings)
     model.generate(paddle.to_tensor([[5, 6, 7]]), use_cache=False, **settings)
