@@ -5,6 +5,7 @@ Layers in order: the embedding 0, the blocks 1 .. L, the final LayerNorm L + 1, 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Sequence
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def balanced_stages(config: Ernie35Config, parts: int) -> list[int]:
 
 def balanced_cuts(costs: Sequence[int], parts: int) -> list[int]:
     """`balanced_stages` from the layers' costs."""
+    return list(_balanced_cuts(tuple(costs), parts))
+
+
+@lru_cache(maxsize=256)
+def _balanced_cuts(costs: tuple[int, ...], parts: int) -> tuple[int, ...]:
     blocks = len(costs) - 3
     if parts > blocks:
         raise ValueError(
@@ -60,4 +66,4 @@ def balanced_cuts(costs: Sequence[int], parts: int) -> list[int]:
     for part in range(parts, 0, -1):
         i = best[part][i][1]
         cut.append(i)
-    return [edges[i] for i in reversed(cut)]
+    return tuple(edges[i] for i in reversed(cut))
