@@ -74,6 +74,8 @@ def prepare(model_args, data_args, training_args):
         return describe(model_args, data_args, training_args, model, splits)
     train, dev = splits.get("train"), splits.get("dev")
     generates = data_args.eval_with_do_generation and dev is not None
+    if generates and data_args.zero_padding:
+        print("Evaluation with generation is never packed: each prompt is a row of its own.")
     return FinetuneTrainer(
         model=model,
         args=training_args,

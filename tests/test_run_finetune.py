@@ -228,6 +228,9 @@ def test_a_look_at_data_and_settings(place, tmp_path, capsys):
         ({"reft": 1, "zero_padding": 1}, "packed rows have several"),
         ({"flash_mask": 1}, "GPU only"),
         ({"max_length": 200}, "the model has 128 positions"),
+        ({"lora": 1, "tensor_parallel_degree": 2}, "LoRA and its kin"),
+        ({"prefix_tuning": 1, "pipeline_parallel_degree": 2}, "Prefix) is made for it"),
+        ({"dataset_name_or_path": " "}, "expected a folder or file of records"),
         ({"merge_weights": 1}, "nothing that could be merged"),
         ({"evaluation_strategy": "no", "load_best_model_at_end": 1}, "needs evaluations"),
         ({"continue_training": 1}, "a setting of pretraining"),
@@ -255,6 +258,35 @@ def test_no_dev_split_is_refused_before_training(place, tmp_path, capsys):
         == 2
     )
     assert "nothing is left of the dev split" in capsys.readouterr().err
+
+
+def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
+    import datasets
+
+    records = [{"context": "one two", "question": "moon sun", "answers": {"text": ["two"]}}] * 4
+    empty = {**records[0], "answers": {"text": []}}
+    asked = []
+
+    def load(name, part):
+        asked.append((name, part))
+        return {"train": [*records, empty], "validation": records}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    words = words_of(settings(place / "base", "", tmp_path / "out", task_name="squad", preview_data=1))
+    del words[words.index("--dataset_name_or_path") : words.index("--dataset_name_or_path") + 2]
+    assert run_finetune.main(words) == 0 and asked == [("squad", None)]
+    out = capsys.readouterr().out
+    assert "train: 4 kept, 4 records, 1 skipped, no answer" in out and "dev: 4 kept" in out
+    assert "ontext: one two[[" in out and "uestion: moon sun </s>]]" in out
+
+    def fail(name, part):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    assert run_finetune.main(words) == 2
+    assert (
+        "cannot be loaded (ConnectionError: no route). Without a network, download" in capsys.readouterr().err
+    )
 
 
 # ----------------------------------------------------------------------------------------------- other models

@@ -308,6 +308,12 @@ class FinetuneArguments(PretrainArguments):
     )
 
     def __post_init__(self):
+        for name, asked, reason in NOT_YET_IN_FINETUNING:
+            if hasattr(self, name) and asked(getattr(self, name)):
+                methods = "SFT, LoRA and its kin, VeRA, LoKr, DisLoRA, ReFT, TARE, Prefix"
+                raise SettingError(
+                    name, getattr(self, name), f"no method ({methods}) is made for it: {reason}"
+                )
         _check_range(self, "lr_decay_ratio", at_least=0, at_most=1)
         _check_range(self, "label_smoothing", at_least=0, below=1)
         _check_range(self, "early_stopping_patience", at_least=0, whole=True)
@@ -341,13 +347,14 @@ def parse_finetune_arguments(argv: Optional[Sequence[str]] = None) -> FinetuneSe
 
 def _reconcile(model, data, training) -> FinetuneSettings:
     """Check what spans more than one group, and resolve what one group means for another."""
-    if data.dataset_name_or_path is None and data.task_name is None:
+    source = data.dataset_name_or_path
+    if not (source or "").strip() and (source is not None or data.task_name is None):
         raise SettingError(
-            "dataset_name_or_path", None, "expected a folder or file of records, or a task_name"
+            "dataset_name_or_path", source, "expected a folder or file of records, or a task_name"
         )
     looks_only = training.dry_run or data.preview_data
     if not looks_only:
-        for name, asked, reason in NOT_YET + NOT_YET_IN_FINETUNING:
+        for name, asked, reason in NOT_YET:
             if hasattr(training, name) and asked(getattr(training, name)):
                 raise SettingError(name, getattr(training, name), reason)
         if not (training.do_train or training.do_eval):
@@ -379,7 +386,11 @@ def _reconcile(model, data, training) -> FinetuneSettings:
         )
     overlap = "stage1_overlap" in str(getattr(training, "sharding_parallel_config", ""))
     if model.method and overlap:
-        raise SettingError("sharding_parallel_config", training.sharding_parallel_config, f"stage1_overlap expects a gradient of every weight, which {model.method} does not give; leave it out")  # fmt: skip
+        raise SettingError(
+            "sharding_parallel_config",
+            training.sharding_parallel_config,
+            f"stage1_overlap expects a gradient of every weight, which {model.method} does not give; leave it out",
+        )
     if model.method and training.unified_checkpoint:
         logger.info(
             "unified_checkpoint has no effect with adapters: their checkpoints are one small file anyway."

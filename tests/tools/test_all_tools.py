@@ -8,6 +8,7 @@ import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 NAMES = ["make_demo_corpus", "train_tokenizer", "create_pretraining_data", "inspect_data", "merge_data"]
+NAMES += ["make_demo_instructions", *(f"merge_{method}_params" for method in ("lora", "vera", "lokr", "dislora"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
