@@ -97,13 +97,15 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
             "model."
         )
     refuse_parallel(model, config.name())
-    for parameter in model.parameters():
-        parameter.stop_gradient = True
     method = METHODS[config.method]
     if method.wrap is not None:
         method.wrap(model, config, start)
     else:
         insert(model, config, method.layer, start)
+    own = {id(parameter) for parameter in adapter_state(model).values()}
+    for parameter in model.parameters():
+        if id(parameter) not in own:
+            parameter.stop_gradient = True
     model.adapter_config = config
     if start:
         _change_bases(model, -1)
@@ -267,8 +269,8 @@ def _change_bases(model, sign: int) -> None:
 
 
 def merge(model: nn.Layer) -> nn.Layer:
-    """Add the adapters' effect to the weights and take them out, in place. Quantised weights become ordinary
-    ones.
+    """Add the adapters' effect to the weights and take them out, in place. All weights can be trained again;
+    quantised ones become ordinary.
 
     Raises:
         ValueError: a method that cannot be merged.
@@ -281,6 +283,8 @@ def merge(model: nn.Layer) -> nn.Layer:
         base.weight.set_value(weight)
         replace_layer(model, name, base)
     model.adapter_config = None
+    for parameter in model.parameters():
+        parameter.stop_gradient = False  # as in any plain model
     return model
 
 

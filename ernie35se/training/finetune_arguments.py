@@ -377,6 +377,9 @@ def _reconcile(model, data, training) -> FinetuneSettings:
             if getattr(model, name):
                 logger.warning(f"{name} needs a GPU: the plain form is used, which gives the same values.")
                 changes[name] = False
+    if model.method and model.fuse_linear:
+        logger.warning("adapters go around plain linear layers: fuse_linear is turned off.")
+        changes["fuse_linear"] = False
     if model.use_recompute_attn and training.recompute:
         logger.warning("use_recompute_attn is on: it replaces recompute, which is turned off.")
         training.recompute = False

@@ -237,6 +237,7 @@ def test_merged_weights_give_the_adapters_logits(name, trained, tmp_path):
         plain
     )
     assert set(plain.state_dict()) == set(build_model(tiny_config()).state_dict())
+    assert not any(parameter.stop_gradient for parameter in plain.parameters())
     np.testing.assert_allclose(real(logits_of(plain)), real(logits), atol=1e-5)
     assert np.abs(real(logits) - real(base)).max() > 1e-3
 
@@ -307,6 +308,13 @@ def test_adapters_start_alike_whatever_the_global_seed(name):
 def test_bad_targets_are_errors(targets, message):
     with pytest.raises(ValueError, match=message):
         peft.wrap(build_model(tiny_config()), LoRAConfig(target_modules=targets))
+
+
+def test_a_refused_adapter_freezes_nothing():
+    model = build_model(tiny_config())
+    with pytest.raises(ValueError, match="matches no linear layer"):
+        peft.wrap(model, LoRAConfig(target_modules="q_proj"))
+    assert not any(parameter.stop_gradient for parameter in model.parameters()) and not peft.is_wrapped(model)
 
 
 def test_targets_choose_layers():
