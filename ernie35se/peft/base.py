@@ -105,7 +105,8 @@ class Adapter(nn.Layer):
         """Add a parameter that starts as `start`; its learning rate is multiplied by `learning_rate`."""
         attr = paddle.ParamAttr(learning_rate=learning_rate, initializer=nn.initializer.Constant(0.0))
         parameter = self.create_parameter(list(start.shape), attr=attr, dtype=dtype or self._dtype)
-        parameter.set_value(paddle.to_tensor(start.astype("float32")).astype(parameter.dtype))
+        if start.any():  # it is zero already
+            parameter.set_value(paddle.to_tensor(start.astype("float32", copy=False)).astype(parameter.dtype))
         parameter.stop_gradient = not trainable
         self.add_parameter(name, parameter)
         return parameter
@@ -183,6 +184,13 @@ def generator(seed: int, name: str) -> np.random.Generator:
 def kaiming_uniform(seed: int, name: str, shape: tuple[int, ...], fan_in: int) -> np.ndarray:
     """Uniform within 1 / sqrt(fan_in), as LoRA starts A (He et al. 2015 with a = sqrt(5))."""
     return generator(seed, name).uniform(-1, 1, shape) / math.sqrt(fan_in)
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], deviation: float) -> np.ndarray:
+    """Normal with mean 0, float32: prefix networks of large models are large."""
+    drawn = generator(seed, name).standard_normal(shape, dtype="float32")
+    drawn *= deviation
+    return drawn
 
 
 def top_singular(weight: paddle.Tensor, rank: int, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

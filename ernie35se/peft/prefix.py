@@ -21,7 +21,7 @@ import paddle
 from paddle import nn
 
 from ..modeling import FusedBlock, HeadBlock, TailBlock
-from .base import Adapter, AdapterConfig, blocks_of, generator
+from .base import Adapter, AdapterConfig, blocks_of, normal
 
 DEVIATION = 0.02  # of the learnt values at the start
 
@@ -55,14 +55,19 @@ class PrefixConfig(AdapterConfig):
 class PrefixEncoder(Adapter):
     """P tokens to the keys and values of `layers` layers with `heads` heads of size `head_dim`."""
 
-    def __init__(self, config: PrefixConfig, layers: int, heads: int, head_dim: int, hidden_size: int, dtype):
+    def __init__(
+        self, config: PrefixConfig, layers: int, heads: int, head_dim: int, hidden_size: int, dtype, start
+    ):
         super().__init__(dtype=dtype)
         self.heads, self.head_dim, self.length = heads, head_dim, config.num_prefix_tokens
         self.projected = config.prefix_projection
         self.dropout = nn.Dropout(config.prefix_dropout) if config.prefix_dropout else None
 
         def random(name, *shape, deviation=DEVIATION):
-            self.make(name, generator(config.seed, f"prefix.{name}").normal(0, deviation, shape))
+            full = f"prefix.{name}"
+            self.make(
+                name, normal(config.seed, full, shape, deviation) if start else np.zeros(shape, "float32")
+            )
 
         width = 2 * heads * head_dim
         if self.projected:
@@ -95,7 +100,7 @@ def wrap(model, config: PrefixConfig, start: bool = True) -> None:
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
     attentions = [_attention_of(block) for block in blocks_of(model) if not isinstance(block, TailBlock)]
     dtype = next(iter(model.parameters())).dtype
-    encoder = PrefixEncoder(config, len(attentions), heads, head_dim, settings.hidden_size, dtype)
+    encoder = PrefixEncoder(config, len(attentions), heads, head_dim, settings.hidden_size, dtype, start)
     model.prefix_encoder = encoder
     for number, layer in enumerate(attentions):
         ours = isinstance(layer, (HeadBlock, FusedBlock))
