@@ -9,7 +9,7 @@ from model_helpers import build_model, tiny_config
 from paddlenlp.generation import GenerationConfig
 
 from ernie35se import positions
-from ernie35se.generation import KVCache, sample
+from ernie35se.generation import KVCache, log_normaliser, sample
 
 PROMPTS = [
     [5, 6, 7, 8, 9, 10],
@@ -379,3 +379,24 @@ def test_a_cache_is_used_unless_refused(monkeypatch):
     model.generate(paddle.to_tensor([[5, 6, 7]]), **settings)
     model.generate(paddle.to_tensor([[5, 6, 7]]), use_cache=False, **settings)
     assert lengths == [3, 1, 1, 3, 4, 5] and not model.config.use_cache
+
+
+@pytest.mark.parametrize("block", [1, 3, 4, 100])
+def test_prefill_in_blocks_equals_prefill_at_once(monkeypatch, block):
+    model = lively_model()
+    ids, mask = left_padded(PROMPTS)
+    settings = dict(max_new_tokens=5, decode_strategy="greedy_search", eos_token_id=-1)
+    for inputs in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids[:1])):
+        whole, scores = model.generate(use_cache=False, **inputs, **settings)
+        monkeypatch.setattr("ernie35se.generation.PREFILL_BLOCK", block)
+        blocks, same = model.generate(**inputs, **settings)
+        assert blocks.tolist() == whole.tolist()
+        np.testing.assert_allclose(same.numpy(), scores.numpy(), rtol=1e-5)
+
+
+def test_log_normaliser():
+    logits = np.array([[1.0, 2.0, -3.0], [500.0, -500.0, 499.0], [-np.inf, 3.0, -np.inf]])
+    expected = [[np.log(np.exp(logits[0]).sum())], [500 + np.log1p(np.exp(-1))], [3.0]]
+    np.testing.assert_allclose(
+        log_normaliser(paddle.to_tensor(logits.astype("float32"))).numpy(), expected, rtol=1e-6
+    )
