@@ -57,9 +57,10 @@ def train(
 
     sentencepiece.set_random_generator_seed(SAMPLING_SEED)
     model = io.BytesIO()
+    faults: list[Exception] = []  # of `texts`: SentencePiece turns them into text of its own
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(texts),
+            sentence_iterator=sentences(_noted(texts, faults)),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -77,8 +78,17 @@ def train(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_explained(str(error), vocab_size)) from None
+        raise faults[0] if faults else ValueError(_explained(str(error), vocab_size)) from None
     return model.getvalue()
+
+
+def _noted(texts: Iterable[str], faults: list[Exception]) -> Iterator[str]:
+    """The texts; an exception of theirs joins `faults` on its way out."""
+    try:
+        yield from texts
+    except Exception as error:
+        faults.append(error)
+        raise
 
 
 def _explained(error: str, vocab_size: int) -> str:
@@ -158,6 +168,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="train on a random sample of so many lines, which bounds the memory (default: %(default)s)",
     )
     parser.add_argument(
+        "--skip_broken_files",
+        action="store_true",
+        help="keep what can be read of truncated and damaged files, instead of stopping there",
+    )
+    parser.add_argument(
         "--model_max_length",
         type=positive,
         default=4096,
@@ -167,10 +182,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0.9 <= args.character_coverage <= 1:
         raise ValueError(f"--character_coverage {args.character_coverage}: expected 0.9 to 1")
 
+    if not args.output_dir:
+        raise ValueError("--output_dir is empty; expected a folder to write the tokenizer into")
     folder = Path(args.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir {folder}: is a file, expected a folder")
-    reader = DocumentReader(args.input_path, args.json_key, args.txt_documents)
+    reader = DocumentReader(
+        args.input_path, args.json_key, args.txt_documents, skip_broken_files=args.skip_broken_files
+    )
     documents = iter(reader)
     if (first := next(documents, None)) is None:
         raise reader.found_nothing()

@@ -209,6 +209,8 @@ def find_files(paths: Sequence[str | os.PathLike]) -> tuple[list[Path], list[Pat
     """
     files: list[Path] = []
     ignored: list[Path] = []
+    if "" in paths:
+        raise ValueError("a path is empty; expected files or folders to read (. is this folder)")
     for given in map(Path, paths):
         if given.is_dir():
             found, others = _walk(given)

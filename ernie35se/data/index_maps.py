@@ -227,8 +227,9 @@ class IndexCache:
     ) -> IndexMaps:
         """Maps for the sequences first..last-1, from the cache where they are there and whole, else built.
 
-        Raises ValueError when the sequences hold too few tokens for one sample, when the folder cannot be
-        written, or, in a process that is no builder, when the maps are not there.
+        Raises ValueError when the sequences hold too few tokens for one sample, when the maps would not fit
+        into memory, when the folder cannot be written, or, in a process that is no builder, when the maps are
+        not there.
         """
         label = f"{split} split of {self.tokens.prefix}"
         _check_enough(label, self.tokens.lens[first:last], seq_length)
@@ -243,6 +244,7 @@ class IndexCache:
                 f"{path}: no index maps there; expected the node's building process to have written them. "
                 "Its log says why not; if the processes do not share this folder, choose one with --data_cache_path."
             )
+        _check_memory(label, self.tokens.lens[first:last], num_samples, seq_length)
         started = time.time()
         maps = build_index_maps(self.tokens.lens, first, last, num_samples, seq_length, seed)
         try:
@@ -282,6 +284,27 @@ def _check_enough(label: str, lens: np.ndarray, seq_length: int) -> None:
             f"one sample of --max_seq_length {seq_length} and its last label. Add data, give this split a larger "
             "share with --split, or lower --max_seq_length."
         )
+
+
+def _check_memory(label: str, lens: np.ndarray, num_samples: int, seq_length: int) -> None:
+    """ValueError where the maps are larger than this machine's memory: it would swap or kill the process."""
+    epochs = num_epochs(int(lens.sum(dtype=np.int64)), seq_length, num_samples)
+    # At the least: int32 rows of doc_idx, pairs of int32 in sample_idx, uint32 in shuffle_idx.
+    needed, memory = 4 * epochs * len(lens) + 12 * num_samples, physical_memory()
+    if needed > memory:
+        raise ValueError(
+            f"{label}: {num_samples:,} samples of --max_seq_length {seq_length} are asked for, {epochs:,} epochs of its "
+            f"{len(lens):,} documents; their index maps take {needed / 2**30:,.0f} GiB, this machine has "
+            f"{memory / 2**30:,.0f} GiB of memory. Lower --max_steps or the batch size, or add data."
+        )
+
+
+def physical_memory() -> float:
+    """Bytes of this machine's memory; infinity where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return float("inf")
 
 
 def _key(text: str) -> str:

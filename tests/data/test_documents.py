@@ -105,6 +105,7 @@ def test_paths_that_cannot_be_read(tmp_path):
         ([tmp_path / "a.csv"], "unknown kind"),
         ([tmp_path / "empty"], "it holds: nothing"),
         ([tmp_path / "a.txt", tmp_path], "given twice"),
+        ([""], "a path is empty"),
     ):
         with pytest.raises(ValueError, match=message):
             find_files(paths)

@@ -301,6 +301,18 @@ def test_few_tokens_are_named_instead_of_endless_epochs(make_corpus):
     assert len(get(corpus, args=("valid", 5, 6, 1, 7, 1)).shuffle_idx) == 1
 
 
+def test_maps_larger_than_the_memory_are_refused(make_corpus, monkeypatch):
+    corpus = make_corpus("seven", [3, 4, 5, 6, 7, 8, 9])
+    monkeypatch.setattr(index_maps, "physical_memory", lambda: 24 * 2**30)
+    with pytest.raises(
+        ValueError, match="10,000,000,000 samples .* its 7 documents; .* this machine has 24 GiB .* --max_steps"
+    ):
+        get(corpus, args=("train", 0, 7, 10**10, 4, 1))
+    assert not any(name.endswith(".maps") for name in os.listdir(Path(corpus).parent / "index-cache"))
+    monkeypatch.undo()
+    assert 2**27 < index_maps.physical_memory() < 2**60
+
+
 def test_a_process_that_does_not_build_waits_for_the_file(corpus, builds):
     with pytest.raises(
         ValueError, match="no index maps there; expected the node's building process.*--data_cache_path"

@@ -1,5 +1,6 @@
 """The trained tokenizer: its ids, that nothing is lost in it, that it is always the same, what it refuses."""
 
+import gzip
 import json
 import re
 
@@ -135,6 +136,8 @@ def test_mistakes(tmp_path, write_jsonl, tool):
     assert "is a file, expected a folder" in refused("--output_dir", tmp_path / "file")
     assert "expected 0.9 to 1" in refused("--character_coverage", 2)
     assert "no such file" in refused("--input_path", tmp_path / "gone")
+    assert "a path is empty" in refused("--input_path", "")
+    assert "--output_dir is empty" in refused("--output_dir", "")
     assert not (tmp_path / "t").exists()
     done = tool("train_tokenizer", "--input_path", source, "--output_dir", tmp_path / "t")
     assert (
@@ -142,3 +145,16 @@ def test_mistakes(tmp_path, write_jsonl, tool):
         and "more than this text can fill" in done.stderr
         and "Traceback" not in done.stderr
     )
+
+
+def test_a_file_that_breaks_off_is_told_in_its_own_words(tmp_path, texts):
+    """SentencePiece would wrap the message in its own and add places in our sources."""
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    flags = ["--input_path", str(tmp_path / "cut.jsonl.gz"), "--output_dir", str(tmp_path / "t"), "--vocab_size", "400"]
+    with pytest.raises(ValueError) as caught:
+        main(flags)
+    assert str(caught.value).startswith(f"{tmp_path}/cut.jsonl.gz: cannot be read past line")
+    assert "--skip_broken_files" in str(caught.value) and "documents.py" not in str(caught.value)
+    assert not (tmp_path / "t").exists()
+    assert main([*flags, "--skip_broken_files"]) == 0
