@@ -56,7 +56,7 @@ Done in $SECONDS s. The loss curve is $demo/model/curves.png
 Commands to try next, in $root after: source .venv/bin/activate
 
   # what the training saw
-  python tools/inspect_data.py $demo/corpus --tokenizer_name_or_path $demo/tokenizer
+  python tools/inspect_data.py --input_path $demo/corpus --tokenizer_name_or_path $demo/tokenizer
   # settings, memory, FLOPs and a sample of a larger run, without running it
   python scripts/run_pretrain.py configs/pretrain/demo_cpu.json --model_name_or_path ernie/tiny-random-ernie \\
       ${data[*]} --output_dir output/tiny --dry_run
