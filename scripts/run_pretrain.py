@@ -64,6 +64,8 @@ def prepare(arguments):
 
 def run(settings, tokenizer, weights, config, datasets) -> None:
     """Train, save, evaluate, test: whichever the settings ask for. An error here keeps its traceback."""
+    from paddle.distributed import barrier
+
     from ernie35se.data.pretrain import collate
     from ernie35se.training import build
     from ernie35se.training.trainer import PretrainTrainer
@@ -87,6 +89,8 @@ def run(settings, tokenizer, weights, config, datasets) -> None:
         record(trainer, "eval", trainer.evaluate())
     if training.do_predict:
         record(trainer, "test", trainer.predict(test).metrics)
+    if training.world_size > 1:
+        barrier()  # rank 0 serves the others' connections, so none leaves before all are done
 
 
 def record(trainer, part: str, metrics) -> None:

@@ -178,6 +178,13 @@ def weights_of(model) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
+def save_whole_model(folder: Path) -> None:
+    """A folder with the rebuilt weights, as one process saves it."""
+    model = Ernie35ForCausalLM(small_config())
+    set_rebuilt_weights(model)
+    model.save_pretrained(str(folder))
+
+
 def merged(pieces: list[dict[str, np.ndarray]], config) -> dict[str, np.ndarray]:
     """Whole arrays from every rank's, by state-dict name."""
     return {name: conversion.merge(name, [piece[name] for piece in pieces], config) for name in pieces[0]}

@@ -31,6 +31,8 @@ def main(folder: Path):
         trainer.train()
         sent = cpu_gloo.moved["sent"] - before
         np.savez(folder / f"{name}.{rank}.npz", sent=sent, losses=losses(trainer), **start, **weights_of(trainer.model))
+    loaded = Ernie35ForCausalLMPipe.from_pretrained(str(folder / "whole"), config=small_config())
+    np.savez(folder / f"loaded.{rank}.npz", **weights_of(loaded))
     stages = {}
     for name, changes in VIRTUAL.items():
         paddle.seed(7)

@@ -46,6 +46,8 @@ def main(folder: Path):
     def save(case, arrays):
         np.savez(folder / f"{case}.{rank}.npz", **arrays)
 
+    loaded = Ernie35ForCausalLM.from_pretrained(str(folder / "whole"), config=ranked(False))
+    save("loaded", weights_of(loaded))
     for sequence_parallel in (False, True):
         kind = "sequence" if sequence_parallel else "tensor"
         for name, changes in MODELS.items():

@@ -12,7 +12,15 @@ import paddle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import arguments, length_of_step, make_trainer, small_config, train_alone, weights_of  # noqa: E402
+from cases import (  # noqa: E402
+    arguments,
+    length_of_step,
+    make_trainer,
+    save_whole_model,
+    small_config,
+    train_alone,
+    weights_of,
+)
 from launching import launch_worker  # noqa: E402
 from pipeline_cases import TRAINING, VIRTUAL  # noqa: E402
 
@@ -26,8 +34,17 @@ from ernie35se.training.estimate import Plan, communication_per_step  # noqa: E4
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
+    save_whole_model(folder / "whole")
     launch_worker("pipeline_worker.py", folder)
     return folder
+
+
+def test_a_stage_takes_its_part_of_whole_weights(results):
+    whole = weights_of(Ernie35ForCausalLM.from_pretrained(str(results / "whole")))
+    first, last = stages_of(results, "loaded")
+    assert first.keys() | last.keys() == whole.keys() and not first.keys() & last.keys()
+    for name, value in {**first, **last}.items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
 
 
 def stages_of(folder: Path, case: str) -> list[dict]:

@@ -10,7 +10,16 @@ import paddle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cases import MODELS, forward_and_backward, merged, set_rebuilt_weights, small_config, train_alone  # noqa: E402
+from cases import (  # noqa: E402
+    MODELS,
+    forward_and_backward,
+    merged,
+    save_whole_model,
+    set_rebuilt_weights,
+    small_config,
+    train_alone,
+    weights_of,
+)
 from launching import launch_worker  # noqa: E402
 
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
@@ -26,8 +35,19 @@ TRAINING = {
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tensor")
+    save_whole_model(folder / "whole")
     launch_worker("tensor_worker.py", folder)
     return folder
+
+
+def test_whole_weights_are_cut_while_they_are_loaded(results):
+    pieces = ranks_of(results, "loaded")
+    whole = weights_of(Ernie35ForCausalLM.from_pretrained(str(results / "whole")))
+    got = merged(pieces, small_config())
+    assert got.keys() == whole.keys()
+    for name, value in got.items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
+    assert pieces[0]["lm_head.weight"].shape == (24, 23)
 
 
 def ranks_of(folder: Path, case: str) -> list[dict]:
