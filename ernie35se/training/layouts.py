@@ -31,6 +31,7 @@ from .. import conversion, parallel, weight_files
 from ..modeling import CheckpointMixin
 
 LAYOUT_FILE = "layout.json"
+UNKNOWN = 0  # degree of a checkpoint that does not name it
 MODEL_INDEX, OPTIMIZER_INDEX, MASTER_INDEX = (
     f"{part}.safetensors.index.json" for part in ("model", "optimizer", "master_weights")
 )
@@ -63,9 +64,11 @@ class Layout:
 
     @classmethod
     def of_checkpoint(cls, folder: Path) -> Optional[Layout]:
-        """None for a checkpoint that does not say, as plain PaddleNLP's."""
+        """What `layout.json` says; of a unified checkpoint without one, as plain PaddleNLP's, that; else None."""
         path = folder / LAYOUT_FILE
-        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+        if path.is_file():
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return cls(tensor=UNKNOWN, unified=True) if (folder / MODEL_INDEX).is_file() else None
 
     def reads_files_of(self, other: Layout) -> bool:
         """Whether PaddleNLP's own loading finds, under this layout, what was saved under the other."""
@@ -74,6 +77,8 @@ class Layout:
 
     def describe(self) -> str:
         """The degrees above 1, in words."""
+        if self.tensor == UNKNOWN:
+            return "a layout that it does not name"
         words = [f"{name} {getattr(self, name)}" for name in ("tensor", "pipeline", "virtual", "sharding", "data")
                  if getattr(self, name) > 1]  # fmt: skip
         return ", ".join(words + [self.stage] * bool(self.stage)) or "one process"
@@ -138,6 +143,8 @@ class AnyLayoutTrainer(Trainer):
         layout = Layout.of_checkpoint(Path(folder)) if folder else None
         if layout is None or Layout.of_run(self.args, self.model.config).reads_files_of(layout):
             return None
+        if layout.tensor == UNKNOWN and self.args.unified_checkpoint and self.args.world_size > 1:
+            return None  # several processes read it as a whole; one alone would read the first file only
         return layout
 
     def _pieces(self, folder: str, layout: Layout) -> Pieces:

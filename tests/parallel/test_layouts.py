@@ -52,6 +52,16 @@ def test_resumed_under_another_layout_the_losses_go_on_as_before(folder, expecte
         np.testing.assert_allclose(losses, expected[form], atol=1e-5, rtol=0)
 
 
+def test_a_checkpoint_of_plain_paddlenlp_loses_no_shard(folder, expected, tmp_path):
+    """In one process PaddleNLP reads the first file of several and leaves the rest as it was."""
+    plain = tmp_path / "tensor-unified" / "checkpoint-3"
+    shutil.copytree(folder / "tensor-unified" / "checkpoint-3", plain)
+    for name in ("complete.json", "layout.json"):
+        (plain / name).unlink()
+    assert len(list(plain.glob("model-*.safetensors"))) == 2
+    np.testing.assert_allclose(resume(tmp_path, "tensor", "unified", "one"), expected["unified"], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_missing_piece_is_an_error(folder, form, tmp_path):
     broken = tmp_path / f"tensor-{form}" / "checkpoint-3"
