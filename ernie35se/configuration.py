@@ -182,6 +182,16 @@ class Ernie35Config(PretrainedConfig):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"config field {field} is {value!r}; expected a whole number of at least 1.")
+        for field in (
+            "parallel_attn_hatf",
+            "enable_random_position_ids",
+            "use_progressive_seq_len",
+            "use_bias",
+            "weight_share_add_bias",
+            "tie_word_embeddings",
+        ):
+            if getattr(self, field) not in (True, False):  # a string, "no" as well, would count as true
+                raise ValueError(f"config field {field} is {getattr(self, field)!r}; expected true or false.")
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
                 f"config field hidden_size is {self.hidden_size}; with num_attention_heads {self.num_attention_heads} "
@@ -192,8 +202,8 @@ class Ernie35Config(PretrainedConfig):
                 f"config field num_hidden_layers is {self.num_hidden_layers}; parallel_attn_hatf needs at least 2, "
                 "one attention block and one FFN block. Raise it or set parallel_attn_hatf to false."
             )
-        if not 0 < self.layer_norm_eps <= 1e-3:
-            raise ValueError(f"config field layer_norm_eps is {self.layer_norm_eps}; expected a value in (0, 1e-3].")
+        if not isinstance(self.layer_norm_eps, (int, float)) or not 0 < self.layer_norm_eps <= 1e-3:
+            raise ValueError(f"config field layer_norm_eps is {self.layer_norm_eps!r}; expected a value in (0, 1e-3].")
         if self.hidden_act != "silu":
             raise ValueError(f"config field hidden_act is {self.hidden_act!r}; this model has 'silu' only.")
         if self.recompute_granularity not in ("full", "core_attn"):
@@ -202,9 +212,9 @@ class Ernie35Config(PretrainedConfig):
             )
         for field in ("pad_token_id", "bos_token_id", "eos_token_id"):
             value = getattr(self, field)
-            if value is not None and not 0 <= value < self.vocab_size:
+            if value is not None and not (isinstance(value, int) and 0 <= value < self.vocab_size):
                 raise ValueError(
-                    f"config field {field} is {value}; expected an id below vocab_size, which is {self.vocab_size}."
+                    f"config field {field} is {value!r}; expected an id below vocab_size, which is {self.vocab_size}."
                 )
 
     @classmethod

@@ -373,6 +373,13 @@ class Ernie35PretrainedModel(CheckpointMixin, PretrainedModel):
         super().__init__(config)
         self._start_seed = draw_seed()  # before any layer draws: how many numbers those take depends on the layout
 
+    @classmethod
+    def _load_pretrained_model(cls, *args, **kwargs):
+        """As PaddleNLP's, which only warns of weights that the files lack: `missing_weights` names them."""
+        model, missing, *others = super()._load_pretrained_model(*args, **kwargs)
+        model.missing_weights = sorted(missing)
+        return model, missing, *others
+
     def _initialise(self, prefix: str = "") -> None:
         if model_utils._init_weights:  # off while a checkpoint is being read
             mine = [(name, p) for name, p in self._parameters_by_name() if name.startswith(prefix)]

@@ -39,7 +39,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def prepare(arguments):
-    """Everything but the model: (settings, tokenizer, weights, config, datasets). None after a dry run.
+    """What a run needs: (settings, tokenizer, model, datasets). None after a dry run.
 
     Raises:
         ValueError: what the user has to mend.
@@ -59,21 +59,22 @@ def prepare(arguments):
     tokenizer = build.load_tokenizer(settings.model)
     weights = build.weights_folder(settings)
     config = build.load_config(settings, tokenizer, weights)
-    return settings, tokenizer, weights, config, build.build_datasets(settings, config.vocab_size)
+    build.check_same_model(training, config)
+    datasets = build.build_datasets(settings, config.vocab_size)
+    return settings, tokenizer, build.build_model(training, config, weights), datasets
 
 
-def run(settings, tokenizer, weights, config, datasets) -> None:
+def run(settings, tokenizer, model, datasets) -> None:
     """Train, save, evaluate, test: whichever the settings ask for. An error here keeps its traceback."""
     from paddle.distributed import barrier
 
     from ernie35se.data.pretrain import collate
-    from ernie35se.training import build
     from ernie35se.training.trainer import PretrainTrainer
 
     training = settings.training
     train, valid, test = datasets
     trainer = PretrainTrainer(
-        model=build.build_model(training, config, weights),
+        model=model,
         args=training,
         train_dataset=train,
         eval_dataset=valid,

@@ -94,7 +94,11 @@ def test_recompute_settings(settings, scope):
         ({"layer_norm_eps": 0.0}, "layer_norm_eps is 0.0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"recompute_granularity": "full_attn"}, "recompute_granularity"),
+        ({"layer_norm_eps": "1e-6"}, "layer_norm_eps is '1e-6'"),
+        ({"use_bias": "no"}, "use_bias is 'no'; expected true or false"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is None"),
         ({"eos_token_id": 37}, "eos_token_id is 37"),
+        ({"pad_token_id": "0"}, "pad_token_id is '0'"),
     ],
 )
 def test_impossible_values_are_refused(settings, message):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import sentencepiece
 
 from ernie35se.data.indexed import TokenFileWriter
+from ernie35se.training import build
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = {
@@ -262,6 +264,51 @@ def test_the_fused_op_is_asked_for_before_the_data_are_read(place, tmp_path, cap
     argv = words(place, tmp_path / "out", do_train=1, use_fused_ln=1, input_dir=place / "no-such")
     message = refusal(capsys, argv)
     assert "fused" in message and "external_ops" in message
+
+
+def test_a_run_does_not_go_on_with_another_model(place, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "out"
+    assert script.main(words(place, output, do_train=1, max_steps=3)) == 0
+    other = tmp_path / "other.json"
+
+    def message(**changes):
+        other.write_text(json.dumps({**MODEL, **changes}))
+        return refusal(capsys, words(place, output, do_train=1, max_steps=5, model_name_or_path=other))
+
+    layers = MODEL["num_hidden_layers"]
+    seen = message(num_hidden_layers=layers + 1)
+    assert f"checkpoint-3: holds a model with num_hidden_layers {layers}, the settings ask for {layers + 1}" in seen
+    assert "--overwrite_output_dir" in seen
+    assert "holds a model with vocab_size 128, the settings ask for 384" in message(vocab_size=300)
+    said = []
+    monkeypatch.setattr(build.logger, "warning", said.append)
+    other.write_text(json.dumps({**MODEL, "enable_random_position_ids": not MODEL.get("enable_random_position_ids", True)}))
+    assert script.main(words(place, output, do_train=1, max_steps=4, model_name_or_path=other)) == 0
+    assert any("enable_random_position_ids of the model has changed since" in text for text in said)
+
+
+def test_weights_that_cannot_be_read_or_are_not_all_there_are_refused(place, tmp_path, capsys, trained):
+    def message(spoil, **changes):
+        shutil.rmtree(tmp_path / "weights", ignore_errors=True)
+        shutil.copytree(trained, tmp_path / "weights", ignore=shutil.ignore_patterns("checkpoint-*", "runs"))
+        spoil(tmp_path / "weights")
+        changes = {"do_train": 1, "continue_training": 1, **changes}
+        return refusal(capsys, words(place, tmp_path / "out", model_name_or_path=tmp_path / "weights", **changes))
+
+    def change_config(**changes):
+        return lambda folder: (folder / "config.json").write_text(json.dumps({**read(folder, "config.json"), **changes}))
+
+    def cut(folder):
+        os.truncate(folder / "model_state.pdparams", 5000)
+
+    for spoiled in (message(cut), message(cut, do_train=0, do_eval=1, continue_training=0, max_steps=None)):
+        assert f"{tmp_path}/weights: the weights cannot be loaded" in spoiled and "Copy the folder again" in spoiled
+    assert "the weights cannot be loaded" in message(lambda folder: (folder / "model_state.pdparams").write_bytes(b""))
+    hidden, layers = MODEL["hidden_size"], MODEL["num_hidden_layers"]
+    assert "the weights cannot be loaded" in message(change_config(hidden_size=2 * hidden))
+    assert "weights of the model of its config.json are not in its files, such as ernie.layers." in message(
+        change_config(num_hidden_layers=layers + 2)
+    )
 
 
 def test_a_folder_of_other_files_is_not_trained_over(place, tmp_path, capsys):

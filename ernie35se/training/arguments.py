@@ -44,6 +44,7 @@ from ..data.pretrain import parse_splits
 from .degrees import Degrees, first_fault
 
 LARGEST_COUNT = 2**31 - 1
+LONGEST_NUMBER = 4000  # digits; Python reads up to 4300
 REPORTERS = ("visualdl", "tensorboard", "wandb", "autonlp", "all", "none")
 
 # (setting, does this value ask for it?, why it is refused). Whoever honours one deletes its line.
@@ -480,12 +481,17 @@ def _read_settings_file(path: str, classes: tuple) -> Dict[str, Any]:
             seen[key] = value
         return seen
 
+    def whole(text):
+        if len(text) > LONGEST_NUMBER:
+            raise ValueError(f"{path}: a number of {len(text)} digits, {text[:10]}..., is not one that can be used")
+        return int(text)
+
     def constant(text):
         raise ValueError(f"{path}: {text} is not a number that can be used")
 
     try:
-        with open(path, encoding="utf-8") as file:
-            settings = json.load(file, object_pairs_hook=pairs, parse_constant=constant)
+        with open(path, encoding="utf-8-sig") as file:  # Windows editors put a mark before the text
+            settings = json.load(file, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read as a settings file: {error.strerror}") from None
     except json.JSONDecodeError as error:

@@ -32,6 +32,14 @@ from .trainer import TEST_ITERS_PER_EVAL_ITER
 
 WEIGHT_FILES = ("model_state*.pdparams", "model_state*.pdparams.index.json", "model*.safetensors*")
 VOCABULARY_MULTIPLE = 128  # matrix units of GPUs want such widths
+# Fields of the config that decide which weights a model has, and those that decide what it does with them.
+SHAPE_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "parallel_attn_hatf", "use_bias", "weight_share_add_bias", "tie_word_embeddings",
+)  # fmt: skip
+BEHAVIOUR_FIELDS = (
+    "max_position_embeddings", "enable_random_position_ids", "use_progressive_seq_len", "layer_norm_eps",
+)  # fmt: skip
 # What a run leaves in output_dir before its first checkpoint; a killed run may be started again over these.
 LEFT_BY_A_START = ("runs", "log*", "*.log", "index-cache", "curves.png", ".*", "previous*")
 
@@ -115,7 +123,7 @@ def _set_degrees(config: Ernie35Config, settings: Settings) -> None:
 
 def _read_object(path: str) -> dict:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # Windows editors put a mark before the text
             content = json.load(file)
     except ValueError as error:
         raise ValueError(f"model_name_or_path = {path!r}: not JSON: {error}") from None
@@ -292,7 +300,11 @@ def prepare_device(settings: Settings) -> None:
 def build_model(
     training: PretrainArguments, config: Ernie35Config, weights: Optional[str]
 ) -> Ernie35ForCausalLM:
-    """The model, new or with the weights of a folder; O2 makes them half precision."""
+    """The model, new or with the weights of a folder; O2 makes them half precision.
+
+    Raises:
+        ValueError: weights that cannot be read, or that are not all of this model's.
+    """
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
         dtype = "bfloat16" if training.bf16 else "float16"
@@ -302,7 +314,26 @@ def build_model(
         if weights is None:
             return kind.from_config(config, dtype=dtype)
         logger.info(f"Weights come from {weights}.")
-        return kind.from_pretrained(weights, config=config, dtype=dtype)
+        return _with_weights(kind, weights, config, dtype)
+
+
+def _with_weights(kind, weights: str, config: Ernie35Config, dtype: str) -> Ernie35ForCausalLM:
+    """The model with a folder's weights, all of them."""
+    try:
+        model = kind.from_pretrained(weights, config=config, dtype=dtype)
+    except Exception as error:  # the readers of weight files raise whatever the bytes lead them to
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(
+            f"{weights}: the weights cannot be loaded into the model of its config.json: {reason[:300]} Copy the "
+            "folder again, or name another one"
+        ) from error
+    missing = getattr(model, "missing_weights", [])  # pipeline stages do not tell
+    if missing:
+        raise ValueError(
+            f"{weights}: {len(missing)} weights of the model of its config.json are not in its files, such as "
+            f"{missing[0]}; they would start at random. Take the config.json that belongs to these weights"
+        )
+    return model
 
 
 # ---------------------------------------------------------------- output folder and estimate
@@ -345,6 +376,29 @@ def check_checkpoint(training: PretrainArguments) -> None:
             f"resume_from_checkpoint = {named!r} is not a whole checkpoint: {missing}; checkpoints in "
             f"{training.output_dir}: {found}. Name one of them, or leave the setting out to take the newest"
         )
+
+
+def check_same_model(training: PretrainArguments, config: Ernie35Config) -> None:
+    """A run continues with the model that it began with.
+
+    Raises:
+        ValueError: the checkpoint that would be resumed holds a model of other sizes.
+    """
+    folder = training.resume_from_checkpoint
+    if not folder and not training.overwrite_output_dir:
+        folder, _ = last_checkpoint(training.output_dir)
+    if not (training.do_train and folder and os.path.isfile(os.path.join(folder, "config.json"))):
+        return
+    saved = Ernie35Config.from_pretrained(str(folder))
+    for name in SHAPE_FIELDS + BEHAVIOUR_FIELDS:
+        before, now = getattr(saved, name), getattr(config, name)
+        if before != now and name in SHAPE_FIELDS:
+            raise ValueError(
+                f"{folder}: holds a model with {name} {before}, the settings ask for {now}; resume with the model and "
+                "tokenizer that began this run, choose another output_dir, or start again with --overwrite_output_dir"
+            )
+        if before != now:
+            logger.warning(f"{name} of the model has changed since {folder}: {before} -> {now}.")
 
 
 def make_plan(settings: Settings, config: Ernie35Config) -> Plan:

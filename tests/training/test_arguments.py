@@ -160,6 +160,12 @@ def test_a_gpu_where_there_is_none_is_refused():
     parse_pretrain_arguments([*TASK, "--device", "gpu", "--dry_run"])
 
 
+def test_a_mark_before_the_text_is_read_over(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"max_seq_length": 77}', encoding="utf-8-sig")
+    assert parse_pretrain_arguments([str(path), *TASK])[1].max_seq_length == 77
+
+
 @pytest.mark.parametrize("content, parts", [
     ('{"max_steps": 1, "max_steps": 2}', ["'max_steps' is given twice"]),
     ('{"max_steps": 1,\n "seed": }', ["line 2, column 10"]),
@@ -167,6 +173,7 @@ def test_a_gpu_where_there_is_none_is_refused():
     ("", ["line 1"]),
     ('{"learning_rate": NaN}', ["NaN"]),
     ("[" * 100_000, ["nested too deeply"]),
+    ('{"max_steps": ' + "9" * 5000 + "}", ["5000 digits, 9999999999..."]),
     ({"max_stesp": 3}, ["unknown setting 'max_stesp'; did you mean max_steps?"]),
     ({"zzzzzz": 3}, ["unknown setting 'zzzzzz'"]),
     ({"max_steps": "3"}, ['max_steps = "3": expected an integer']),
