@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: minutes rather than seconds; left out by `-m 'not slow'`, run in CI")
+
+
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """Folder of reference values (`shared/reference` beside the repository); tests skip where it is absent."""

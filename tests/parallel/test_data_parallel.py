@@ -17,6 +17,9 @@ from ernie35se.positions import random_position_ids  # noqa: E402
 CASES = ["data", "stage1", "stage2", "stage3"]
 
 
+pytestmark = pytest.mark.slow  # several launches
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[str, Path]:
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in ("data", "sharding")}

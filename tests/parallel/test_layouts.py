@@ -18,6 +18,9 @@ from layout_cases import FORMS, RESUMES, resume, save_at_step_3, trainer_of  # n
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
 
 
+pytestmark = pytest.mark.slow  # several launches
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")

@@ -50,6 +50,9 @@ RUNS = {
 }  # fmt: skip
 
 
+pytestmark = pytest.mark.slow  # several launches
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
