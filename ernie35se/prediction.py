@@ -1,5 +1,5 @@
-"""What scripts/predict.py is made of: its settings, and the file of answers that an interrupted run
-continues."""
+"""What scripts/predict.py and scripts/serve.py are made of: their settings, and the file of answers that an
+interrupted run continues."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from .training.arguments import SettingError, parse_arguments
 
 
 @dataclass(frozen=True)
-class PredictArguments:
-    """Which model answers which prompts, and where the answers go."""
-
-    _argument_group_name = "prediction"
+class _Source:
+    """Which model predicts, and how it is loaded."""
 
     model_name_or_path: Optional[str] = setting(
         None, "Folder of the model: config.json, weights and, as a rule, tokenizer."
@@ -35,14 +33,6 @@ class PredictArguments:
     tokenizer_name_or_path: Optional[str] = setting(
         None, "Folder of the tokenizer. Left out: the model's or the adapter's."
     )
-    data_file: Optional[str] = setting(
-        None, "Prompts: JSON lines or a list of records with src, instruction (input, system, history) or messages. "
-        "Left out: some examples."
-    )  # fmt: skip
-    predict_file: str = setting(
-        "prediction.json", 'Answers, a line {"src": ..., "output": ...} for each prompt, in order.'
-    )
-    resume: bool = setting(False, "Continue the predict_file of a run that was interrupted.")
     batch_size: int = setting(1, "Prompts that run through the model together.")
     src_length: Optional[int] = setting(
         None, "Most tokens of a prompt. Left out: as in fine-tuning, else 128."
@@ -54,8 +44,6 @@ class PredictArguments:
         None,
         "What stands around a prompt: plain, alpaca, chatml, tokenizer, or a jinja file. Left out: as fine-tuned.",
     )
-    stream: bool = setting(False, "Print answers as they come, one prompt at a time.")
-    interactive: bool = setting(False, "Answer lines of the standard input, as they come.")
     device: Optional[str] = setting(None, "cpu, gpu or gpu:N. Left out: a GPU where there is one.")
     dtype: Optional[str] = setting(
         None, f"{', '.join(DTYPES)}. Left out: bfloat16 on a GPU; on CPU always float32."
@@ -78,22 +66,20 @@ class PredictArguments:
             raise SettingError(
                 "model_name_or_path", self.model_name_or_path, "expected the folder of a trained model"
             )
-        for name in ("batch_size", "src_length", "tgt_length"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingError(name, value, "expected a whole number of at least 1")
+        self._check_counts("batch_size", "src_length", "tgt_length")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingError("dtype", self.dtype, f"expected one of {', '.join(DTYPES)}")
-        for other in ("resume", "data_file"):
-            if self.interactive and getattr(self, other):
-                raise SettingError(
-                    "interactive", True, f"answers the standard input and writes no file; leave out --{other}"
-                )
         given = [name for name in self.adapter_flags() if getattr(self, name)]
         if len(given) > 1:
             raise SettingError(
                 given[1], getattr(self, given[1]), f"one adapter at a time; --{given[0]} is given too"
             )
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise SettingError(name, value, "expected a whole number of at least 1")
 
     @classmethod
     def adapter_flags(cls) -> list:
@@ -118,9 +104,62 @@ class PredictArguments:
         return None
 
 
+@dataclass(frozen=True)
+class PredictArguments(_Source):
+    """Settings of scripts/predict.py: which model answers which prompts, and where the answers go."""
+
+    _argument_group_name = "prediction"
+
+    data_file: Optional[str] = setting(
+        None,
+        "Prompts: JSON lines or a list of records with src, instruction (input, system, history) or "
+        "messages. Left out: some examples.",
+    )
+    predict_file: str = setting(
+        "prediction.json", 'Answers, a line {"src": ..., "output": ...} for each prompt, in order.'
+    )
+    resume: bool = setting(False, "Continue the predict_file of a run that was interrupted.")
+    stream: bool = setting(False, "Print answers as they come, one prompt at a time.")
+    interactive: bool = setting(False, "Answer lines of the standard input, as they come.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for other in ("resume", "data_file"):
+            if self.interactive and getattr(self, other):
+                raise SettingError(
+                    "interactive", True, f"answers the standard input and writes no file; leave out --{other}"
+                )
+
+
+@dataclass(frozen=True)
+class ServeArguments(_Source):
+    """Settings of scripts/serve.py."""
+
+    _argument_group_name = "server"
+
+    batch_size: int = setting(16, "Most prompts that run through the model together.")
+    host: str = setting(
+        "127.0.0.1", "Address to listen on; 0.0.0.0 for every machine that can reach this one."
+    )
+    port: int = setting(8000, "Port to listen on; 0 for any free one.")
+    served_model_name: Optional[str] = setting(None, "Name that clients ask for. Left out: the folder's.")
+    max_waiting: int = setting(256, "Most prompts that wait; more are refused with status 429.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_counts("max_waiting")
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 65536:
+            raise SettingError("port", self.port, "expected a whole number from 0 to 65535")
+
+
 def parse_predict_arguments(argv: Optional[Sequence[str]] = None) -> tuple[PredictArguments, Decoding]:
     """Read `[file.json] [--flag value ...]`; errors as in `training.arguments.parse_arguments`."""
     return parse_arguments(argv, (PredictArguments, Decoding), "predict.py", _reconcile)
+
+
+def parse_serve_arguments(argv: Optional[Sequence[str]] = None) -> ServeArguments:
+    """As `parse_predict_arguments`, for the server; how tokens are chosen is up to each request."""
+    return parse_arguments(argv, (ServeArguments,), "serve.py", lambda settings: settings)
 
 
 def _reconcile(settings: PredictArguments, decoding: Decoding):
@@ -139,7 +178,7 @@ def _reconcile(settings: PredictArguments, decoding: Decoding):
     return settings, decoding
 
 
-def load_predictor(settings: PredictArguments) -> Predictor:
+def load_predictor(settings: _Source) -> Predictor:
     """The predictor that the settings describe; first the checkpoint in one piece, where that is asked
     for."""
     model, adapter = settings.model_name_or_path, settings.adapter_path

@@ -145,7 +145,7 @@ class Predictor:
                 f"src_length {src_length} + tgt_length {tgt_length} = {src_length + tgt_length} tokens, but the model "
                 f"has {table} positions (max_position_embeddings). Lower one of them."
             )
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.template = model, tokenizer, template
         self.src_length, self.tgt_length = src_length, tgt_length
         spaced = model.config.enable_random_position_ids
         self.interval = position_interval(src_length + tgt_length, table) if spaced else 1

@@ -19,7 +19,7 @@ LAYERS = [
     {"attention", "norm", "parallel", "loss", "rope", "conversion", "weight_files", "stages", "generation"},
     {"modeling", "modeling_pipe"},
     {"auto", "peft"},
-    {"training", "predictor", "prediction"},
+    {"training", "predictor", "prediction", "server"},
     {"scripts", "tools"},
 ]
 # What these may import, of the package and from outside the standard library: nothing else.
