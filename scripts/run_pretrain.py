@@ -33,9 +33,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (ValueError, OSError) as error:
         print(f"run_pretrain.py: error: {error}", file=sys.stderr)
         return 2
-    if job is not None:
-        run(*job)
-    return 0
+    return 0 if job is None else run(*job)
 
 
 def prepare(arguments):
@@ -64,11 +62,13 @@ def prepare(arguments):
     return settings, tokenizer, build.build_model(training, config, weights), datasets
 
 
-def run(settings, tokenizer, model, datasets) -> None:
-    """Train, save, evaluate, test: whichever the settings ask for. An error here keeps its traceback."""
+def run(settings, tokenizer, model, datasets) -> int:
+    """Train, save, evaluate, test: whichever the settings ask for; returns the exit status, 2 for a run that
+    diverged. Any other error here keeps its traceback."""
     from paddle.distributed import barrier
 
     from ernie35se.data.pretrain import collate
+    from ernie35se.training.resumable import NotFiniteError
     from ernie35se.training.trainer import PretrainTrainer
 
     training = settings.training
@@ -82,7 +82,11 @@ def run(settings, tokenizer, model, datasets) -> None:
         tokenizer=tokenizer,
     )
     if training.do_train:
-        metrics = trainer.train().metrics
+        try:
+            metrics = trainer.train().metrics
+        except NotFiniteError as error:
+            print(f"run_pretrain.py: error: {error}", file=sys.stderr)
+            return 2
         trainer.save_model(merge_tensor_parallel=True)
         trainer.save_state()
         record(trainer, "train", metrics)
@@ -92,6 +96,7 @@ def run(settings, tokenizer, model, datasets) -> None:
         record(trainer, "test", trainer.predict(test).metrics)
     if training.world_size > 1:
         barrier()  # rank 0 serves the others' connections, so none leaves before all are done
+    return 0
 
 
 def record(trainer, part: str, metrics) -> None:

@@ -266,6 +266,12 @@ def test_the_fused_op_is_asked_for_before_the_data_are_read(place, tmp_path, cap
     assert "fused" in message and "external_ops" in message
 
 
+def test_a_run_that_diverges_ends_with_one_message(place, tmp_path, capsys):
+    message = refusal(capsys, words(place, tmp_path / "out", do_train=1, learning_rate=1e30, min_learning_rate=0))
+    assert "no longer finite" in message or "the loss is" in message
+    assert "training stops" in message and "lower learning_rate" in message
+
+
 def test_a_run_does_not_go_on_with_another_model(place, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out"
     assert script.main(words(place, output, do_train=1, max_steps=3)) == 0

@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import json
 import math
 import re
@@ -46,6 +47,7 @@ from .degrees import Degrees, first_fault
 LARGEST_COUNT = 2**31 - 1
 LONGEST_NUMBER = 4000  # digits; Python reads up to 4300
 REPORTERS = ("visualdl", "tensorboard", "wandb", "autonlp", "all", "none")
+PACKAGE_OF_REPORTER = {"visualdl": "visualdl", "tensorboard": "tensorboardX", "wandb": "wandb", "autonlp": "ray"}
 
 # (setting, does this value ask for it?, why it is refused). Whoever honours one deletes its line.
 NOT_YET = (
@@ -57,6 +59,7 @@ NOT_YET = (
     ("enable_auto_parallel", bool, "automatic parallelism is not available for this model"),
     ("to_static", bool, "training in static mode is not available for this model"),
     ("do_export", bool, "exporting is not part of pretraining"),
+    ("optim", lambda value: value == "adafactor", "PaddleNLP's Trainer has no Adafactor; take adamw"),
     ("use_async_save", bool, "a checkpoint must be whole when training goes on; leave it off"),
     ("distributed_dataloader", bool, "every process reads its own samples; leave it off"),
 )
@@ -315,6 +318,11 @@ class PretrainArguments(TrainingArguments):
             if name not in REPORTERS:
                 raise SettingError(
                     "report_to", name, f"expected one of {', '.join(REPORTERS)}{_nearest(name, REPORTERS)}"
+                )
+            package = PACKAGE_OF_REPORTER.get(name)
+            if package and not self.dry_run and importlib.util.find_spec(package) is None:
+                raise SettingError(
+                    "report_to", name, f"it needs the package {package}, which is not installed; pip install {package}"
                 )
 
     def _check_parallelism(self):
@@ -632,6 +640,10 @@ def _check_task(data: DataArguments, training: PretrainArguments) -> None:
     if data.input_dir is None:
         raise SettingError(
             "input_dir", None, "expected the token files to read: a prefix or a folder of them"
+        )
+    if training.metric_for_best_model not in (None, "loss", "eval_loss"):
+        raise SettingError(
+            "metric_for_best_model", training.metric_for_best_model, "pretraining measures the loss; expected loss"
         )
     if training.do_train and training.max_steps == -1:
         raise SettingError("max_steps", -1, "expected the number of optimizer steps to train")

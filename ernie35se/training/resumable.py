@@ -78,6 +78,10 @@ class Progress:
         return cls(step, state.get("consumed_samples") or 0, last_logged_step=step, summed_from_step=step)
 
 
+class NotFiniteError(ValueError):
+    """A loss or a weight is no longer finite; the message says at which step, and what to try."""
+
+
 class ResumableTrainer(AnyLayoutTrainer):
     """PaddleNLP's Trainer with exact resume, whole-or-absent checkpoints and a log history.
 
@@ -119,7 +123,8 @@ class ResumableTrainer(AnyLayoutTrainer):
             PaddleNLP's TrainOutput.
 
         Raises:
-            ValueError: the named checkpoint is not whole, or a loss or weight is no longer finite.
+            ValueError: the named checkpoint is not whole.
+            NotFiniteError: a loss or weight is no longer finite.
         """
         max_steps = self.args.max_steps
         if max_steps < 1:
@@ -241,7 +246,7 @@ class ResumableTrainer(AnyLayoutTrainer):
         """PaddleNLP's message names neither step nor way out. (With fp16 the scaler skips such steps.)"""
         value = loss.item()
         if not math.isfinite(value) and not self.args.fp16:
-            raise ValueError(self._not_finite(f"the loss is {value}"))
+            raise NotFiniteError(self._not_finite(f"the loss is {value}"))
 
     def _not_finite(self, what: str) -> str:
         last, _ = checkpoints.last_checkpoint(self.args.output_dir)
@@ -367,7 +372,7 @@ class ResumableTrainer(AnyLayoutTrainer):
             here = parameter._is_initialized() and not parameter.stop_gradient
             if here and not bool(paddle.isfinite(parameter).all()):
                 what = f"{name} is no longer finite, so no checkpoint was written,"
-                raise ValueError(self._not_finite(what))
+                raise NotFiniteError(self._not_finite(what))
 
     def _consumed_samples(self) -> int:
         args = self.args

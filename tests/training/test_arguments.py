@@ -122,6 +122,8 @@ def test_spellings_of_booleans(words, expected):
     (["--model_type", "erni"], ["model_type", "did you mean ernie?"]),
     (["--model_type", "llama"], ["model_type = 'llama'"]),
     (["--report_to", "visualdll"], ["report_to", "did you mean visualdl?"]),
+    (["--metric_for_best_model", "accuracy"], ["metric_for_best_model = 'accuracy'", "expected loss"]),
+    (["--optim", "adafactor"], ["optim = 'adafactor'", "take adamw"]),
     (["--split", "1,2,x"], ["split", "'x'"]), (["--split", "0,0,0"], ["split"]), (["--split", "1,-1,1"], ["split"]),
     (["--learning_rate", "nan"], ["learning_rate"]), (["--learning_rate", "-1"], ["learning_rate = -1.0", "above 0"]),
     (["--learning_rate", "0"], ["learning_rate"]), (["--learning_rate", "inf"], ["learning_rate"]),
@@ -158,6 +160,12 @@ def test_what_training_cannot_do_without(missing, name):
 def test_a_gpu_where_there_is_none_is_refused():
     assert "no GPU" in refusal(*TASK, "--device", "gpu")
     parse_pretrain_arguments([*TASK, "--device", "gpu", "--dry_run"])
+
+
+def test_a_reporter_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
+    seen = refusal(*TASK, "--report_to", "tensorboard")
+    assert "report_to = 'tensorboard'" in seen and "pip install tensorboardX" in seen
 
 
 def test_a_mark_before_the_text_is_read_over(tmp_path):
