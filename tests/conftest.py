@@ -1,8 +1,15 @@
 """Shared fixtures."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+from ernie35se.runtime import tune_cpu
+
+# Before any test computes: every process that a test starts then sums in the same order as this one, bit for bit.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+tune_cpu("cpu")
 
 
 def pytest_configure(config):

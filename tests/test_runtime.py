@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -231,14 +230,8 @@ def test_the_math_path_is_for_amd_with_avx2(monkeypatch, cpuinfo, amd):
 # ----------------------------------------------------------------------------------------------------- versions
 
 
-def test_this_environment_is_right_and_the_check_is_quick():
+def test_this_environment_is_right():
     runtime.check_versions()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        runtime.check_versions()
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.1
 
 
 def installed(monkeypatch, **versions: str | None) -> None:

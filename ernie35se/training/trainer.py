@@ -132,11 +132,14 @@ class PretrainTrainer(ResumableTrainer):
         config, step = self.model.config, self.state.global_step
         inputs = dict(inputs)
         if getattr(config, "use_progressive_seq_len", False):
-            length = progressive_sequence_length(step, inputs["input_ids"].shape[1])
+            length = self._sequence_length(step, inputs["input_ids"].shape[1])
             inputs = {key: value[:, :length] for key, value in inputs.items()}
         if getattr(config, "enable_random_position_ids", False):
             inputs["position_ids"] = self._random_positions(step, inputs["input_ids"].shape[1])
         return inputs
+
+    def _sequence_length(self, step: int, longest: int) -> int:
+        return progressive_sequence_length(step, longest)
 
     def _random_positions(self, step: int, length: int) -> paddle.Tensor:
         if self._positions is None or self._positions[:2] != (step, length):

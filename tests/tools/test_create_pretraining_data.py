@@ -383,15 +383,16 @@ def test_a_stopped_run_leaves_nothing_under_the_final_name(tmp_path, tokenizer_d
     source = large_corpus(tmp_path / "a.jsonl", 30, texts)
     out = tmp_path / "out"
     process = subprocess.Popen(
-        command(tokenizer_dir, source, out / "a"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+        command(tokenizer_dir, source, out / "a"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
+    )  # fmt: skip
     try:
         while not out.exists() or not os.listdir(out):
             assert process.poll() is None
             time.sleep(0.02)
         time.sleep(0.2)
         process.send_signal(number)
-        errors = process.communicate(timeout=20)[1]
+        errors = process.communicate(timeout=120)[1]
     finally:
         process.kill()
     assert process.returncode == status and b"Traceback" not in errors

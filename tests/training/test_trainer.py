@@ -557,7 +557,8 @@ def test_two_processes_compute_what_one_does(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "parallel")
     from launching import launch
 
-    (tmp_path / "script.py").write_text(TWO_PROCESSES)
+    here = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+    (tmp_path / "script.py").write_text(f"{here}\n{TWO_PROCESSES}")
     status, logs = launch([tmp_path / "script.py", tmp_path], tmp_path / "log")
     assert status == 0, "\n".join(line for line in logs.splitlines() if "DEBUG" not in line)[-6000:]
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
