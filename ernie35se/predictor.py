@@ -25,7 +25,7 @@ from typing import Iterator, NamedTuple, Optional, Sequence, Union
 import paddle
 from paddlenlp.utils.log import logger
 
-from . import conversion, peft, weight_files
+from . import peft, weight_files
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
 from .data import sft
 from .data.records import Conversation
@@ -405,22 +405,23 @@ def load_model(folder: str, dtype: str) -> Ernie35ForCausalLM:
         ValueError: weights that cannot be read or lack a parameter.
     """
     files, config = weight_files.Folder(Path(folder)), Ernie35Config.from_pretrained(folder)
-    lacking = sorted(set(conversion.parameter_names(config)) - set(files.pieces()))
-    if lacking:
-        raise ValueError(
-            f"{folder}: its weights lack {lacking[0]!r} ({len(lacking)} in all); is it a whole checkpoint?"
-        )
     config.tensor_parallel_degree, config.sequence_parallel, config.use_recompute = 1, False, False
     with tempfile.TemporaryDirectory() as joined:
         if is_cut(files):
             weight_files.merge_folder(files, Path(joined), config)
         source = joined if is_cut(files) else folder
         try:
-            return Ernie35ForCausalLM.from_pretrained(source, config=config, dtype=dtype)
-        except (RuntimeError, OSError, EOFError) as error:
+            model = Ernie35ForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+        except (RuntimeError, OSError, EOFError, ValueError) as error:
             raise ValueError(
                 f"{folder}: cannot be loaded ({type(error).__name__}: {str(error)[:200]})."
             ) from None
+    lacking = sorted(set(model.state_dict()) - set(files.pieces()))
+    if lacking:
+        raise ValueError(
+            f"{folder}: its weights lack {lacking[0]!r} ({len(lacking)} in all); is it a whole checkpoint?"
+        )
+    return model
 
 
 def is_cut(files: weight_files.Folder) -> bool:

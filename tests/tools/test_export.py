@@ -1,0 +1,157 @@
+"""export_model.py, export_hf.py, eval_long_context.py and benchmark_generation.py on a tiny checkpoint."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import benchmark_generation  # noqa: E402
+import eval_long_context  # noqa: E402
+import export_hf  # noqa: E402
+import export_model  # noqa: E402
+from model_helpers import numpy_logits, tiny_config  # noqa: E402
+from predict_helpers import write_checkpoint  # noqa: E402
+
+from ernie35se import peft  # noqa: E402
+from ernie35se.data.indexed import TokenFileWriter  # noqa: E402
+from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
+from ernie35se.tokenizer import Ernie35Tokenizer  # noqa: E402
+
+IDS = np.array([[1, 5, 300, 7, 8], [9, 10, 11, 12, 13]])
+POSITIONS = np.array([[7, 15, 23, 31, 39], [0, 1, 2, 3, 4]])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("export") / "base")
+
+
+def logits_of(folder, lora=None):
+    model = Ernie35ForCausalLM.from_pretrained(str(folder))
+    if lora:
+        peft.load(model, lora)
+    model.eval()
+    return model(paddle.to_tensor(IDS), position_ids=paddle.to_tensor(POSITIONS))[0].numpy()
+
+
+def run_exported(folder):
+    exported = paddle.jit.load(str(folder / "model"))
+    return exported(paddle.to_tensor(IDS), paddle.to_tensor(POSITIONS)).numpy()
+
+
+def test_the_exported_graph_gives_the_dynamic_logits(folder, tmp_path, capsys):
+    assert export_model.main([str(folder), str(tmp_path / "out")]) == 0
+    assert "logits equal the model's" in capsys.readouterr().out
+    np.testing.assert_allclose(run_exported(tmp_path / "out"), logits_of(folder), rtol=1e-4, atol=1e-4)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"config.json", "sentencepiece.bpe.model", "model.pdiparams"} <= names
+    assert not [name for name in names if name.startswith(".tmp") or name.startswith("model_state")]
+    with pytest.raises(ValueError, match="is the input itself"):
+        export_model.main([str(folder), str(folder)])
+
+
+def test_adapters_are_merged_before_the_export(folder, tmp_path):
+    model = Ernie35ForCausalLM.from_pretrained(str(folder))
+    peft.wrap(model, peft.LoRAConfig(r=2))
+    for parameter in peft.adapter_state(model).values():
+        parameter.set_value(parameter + 0.1)
+    peft.save(model, tmp_path / "lora")
+    export_model.main([str(folder), str(tmp_path / "out"), "--lora_path", str(tmp_path / "lora")])
+    expected = logits_of(folder, tmp_path / "lora")
+    np.testing.assert_allclose(run_exported(tmp_path / "out"), expected, rtol=1e-3, atol=1e-3)
+    assert np.abs(expected - logits_of(folder)).max() > 0.1
+
+
+def test_a_graph_that_differs_is_not_written(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_model, "compare", lambda *_: 0.5)
+    with pytest.raises(ValueError, match="differ by 5.0e-01; nothing is written"):
+        export_model.main([str(folder), str(tmp_path / "out")])
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"tie_word_embeddings": True}, {"parallel_attn_hatf": False, "use_bias": False}]
+)
+def test_safetensors_hold_the_network_in_numpys_hands(tmp_path, settings):
+    folder = write_checkpoint(tmp_path / "base", **settings)
+    assert export_hf.main([str(folder), str(tmp_path / "hf")]) == 0
+    weights = load_file(str(tmp_path / "hf" / "model.safetensors"))
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {name: list(value.shape) for name, value in weights.items()} == config["weights"]
+    fused = [name for name in weights if "qkv_gate_up_proj.weight" in name]
+    rows = config["layout"]["fused"]["qkv_gate_up_proj"]["rows"]
+    assert fused and all(len(weights[name]) == sum(size for _, size in rows) for name in fused)
+    ours = {}
+    for name, value in weights.items():
+        linear = name.endswith("_proj.weight") or name == "lm_head.weight"
+        ours["ernie." + name.removeprefix("model.") if name.startswith("model.") else name] = (
+            value.T if linear else value
+        )
+    allowed = np.tril(np.ones((2, 5, 5), dtype=bool))
+    network = tiny_config(vocab_size=320, **settings)
+    expected = numpy_logits(
+        network, {n: v.astype(np.float64) for n, v in ours.items()}, IDS, POSITIONS, allowed
+    )
+    np.testing.assert_allclose(logits_of(folder), expected, rtol=1e-3, atol=1e-3)
+    assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (
+        folder / "sentencepiece.bpe.model"
+    ).read_bytes()
+
+
+def write_tokens(prefix, folder, documents=120):
+    rng = np.random.default_rng(0)
+    words = ["moon", "three", "dog", "fox", "hills", "lazy"]
+    tokenizer = Ernie35Tokenizer.from_pretrained(str(folder))
+    with TokenFileWriter(str(prefix), 320) as writer:
+        for _ in range(documents):
+            writer.add_document(np.array(tokenizer.encode_plain(" ".join(rng.choice(words, 12))) + [2]))
+
+
+def test_perplexity_at_several_lengths(folder, tmp_path, capsys):
+    write_tokens(tmp_path / "corpus", folder)
+    plain = write_checkpoint(tmp_path / "plain", enable_random_position_ids=False, max_position_embeddings=32)
+    words = [str(folder), str(plain), "--input_prefix", str(tmp_path / "corpus"), "--split", "50,50,0", "--train_length", "16",
+             "--multiples", "1", "2", "4", "--windows", "2", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    assert eval_long_context.main(words) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "plain: has 32 positions; longer windows are left out" in printed and "| base | interval |" in printed
+    )
+    curves = json.loads((tmp_path / "out" / "long_context.json").read_text())["curves"]
+    assert [(c["name"], c["trained"], c["scheme"], list(c["perplexity"])) for c in curves] == [
+        ("base", "random", "interval", ["16", "32", "64"]), ("base", "random", "plain", ["16", "32", "64"]),
+        ("plain", "plain", "interval", ["16", "32"]), ("plain", "plain", "plain", ["16", "32"]),
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "long_context.png").read_bytes().startswith(b"\x89PNG")
+
+    tokens = eval_long_context.held_out_tokens(str(tmp_path / "corpus"), "50,50,0", [16, 32, 64], 2)
+    assert tokens.shape == (2, 65)
+    model = Ernie35ForCausalLM.from_pretrained(str(folder))
+    model.eval()
+    losses = []
+    for row in tokens:
+        for start in (0, 32):
+            where = paddle.arange(1, 33) * 8 - 1  # 32 tokens in 256 positions
+            (scores,) = model(paddle.to_tensor(row[None, start : start + 32]), position_ids=where)
+            wide = scores.numpy()[0].astype(np.float64)
+            log_p = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+            losses += [-log_p[t, row[start + t + 1]] for t in range(32)]
+    assert curves[0]["perplexity"]["32"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
+    with pytest.raises(ValueError, match="do not divide into windows of 32"):
+        eval_long_context.held_out_tokens(str(tmp_path / "corpus"), "50,50,0", [16, 32, 48], 2)
+
+
+def test_the_benchmark_compares_loops_that_agree(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark_generation, "CASES", ((2, 5, 4),))
+    monkeypatch.setattr(benchmark_generation, "CONTEXTS", (8, 16))
+    words = ["--model", str(folder), "--repeats", "2", "--output", str(tmp_path / "times.json")]
+    assert benchmark_generation.main(words) == 0
+    (case,) = json.loads((tmp_path / "times.json").read_text())["cases"]
+    assert len(case["theirs"]) == len(case["ours"]) == 2 and min(case["theirs"] + case["ours"]) > 0
+    assert "| 2 | 5 | 4 |" in capsys.readouterr().out
