@@ -1,6 +1,6 @@
 """Prediction: load a model once, answer many prompts.
 
-    predictor = Predictor.load("output/demo")
+    predictor = Predictor.load("output/demo/model")
     predictor.predict(["Return the number of", "True if"])          list of texts
     for piece in predictor.stream("Return the number of"): ...      text as it comes
 

@@ -1,9 +1,9 @@
 """Answer prompts with a trained Ernie35 model.
 
-    python scripts/predict.py --model_name_or_path output/demo
-    python scripts/predict.py --model_name_or_path output/demo --data_file prompts.jsonl --batch_size 8
-    python scripts/predict.py --model_name_or_path output/demo --data_file prompts.jsonl --resume
-    python scripts/predict.py --model_name_or_path output/demo --lora_path output/lora --stream --interactive
+    python scripts/predict.py --model_name_or_path output/demo/model
+    python scripts/predict.py --model_name_or_path output/demo/model --data_file prompts.jsonl --batch_size 8
+    python scripts/predict.py --model_name_or_path output/demo/model --data_file prompts.jsonl --resume
+    python scripts/predict.py --model_name_or_path output/demo/model --lora_path output/lora --stream --interactive
 
 Without --data_file it answers example prompts. Answers are written to --predict_file, a line each, in the
 prompts' order, as they are ready. docs/prediction.md has more; `--help` lists every setting.
