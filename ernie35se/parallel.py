@@ -17,6 +17,7 @@ their gradients (`mark_partial_gradients`).
 from __future__ import annotations
 
 import contextlib
+import time
 
 import paddle
 from paddle import nn
@@ -254,3 +255,12 @@ def topology():
             "--pipeline_parallel_degree of 2 or more; in a single process use Ernie35ForCausalLM."
         )
     return group.topology()
+
+
+def leave_together() -> None:
+    """The end of a job of several processes: all wait for each other, and rank 0, which serves the others'
+    connections, leaves last. (A process whose connections break while it ends may abort, its work done.)"""
+    if paddle.distributed.get_world_size() > 1:
+        paddle.distributed.barrier()
+        if paddle.distributed.get_rank() == 0:
+            time.sleep(1)

@@ -115,6 +115,8 @@ def describe(model_args, data_args, training_args, model, splits) -> None:
 
 def run(trainer) -> None:
     """Train, save, evaluate: whichever of them the settings ask for. An error here keeps its traceback."""
+    from ernie35se.parallel import leave_together
+
     training_args = trainer.args
     if training_args.do_train:
         metrics = trainer.train().metrics
@@ -123,6 +125,7 @@ def run(trainer) -> None:
         record(trainer, "train", metrics)
     if training_args.do_eval:
         record(trainer, "eval", trainer.evaluate())
+    leave_together()
 
 
 def record(trainer, part: str, metrics) -> None:

@@ -65,9 +65,8 @@ def prepare(arguments):
 def run(settings, tokenizer, model, datasets) -> int:
     """Train, save, evaluate, test: whichever the settings ask for; returns the exit status, 2 for a run that
     diverged. Any other error here keeps its traceback."""
-    from paddle.distributed import barrier
-
     from ernie35se.data.pretrain import collate
+    from ernie35se.parallel import leave_together
     from ernie35se.training.resumable import NotFiniteError
     from ernie35se.training.trainer import PretrainTrainer
 
@@ -94,8 +93,7 @@ def run(settings, tokenizer, model, datasets) -> int:
         record(trainer, "eval", trainer.evaluate())
     if training.do_predict:
         record(trainer, "test", trainer.predict(test).metrics)
-    if training.world_size > 1:
-        barrier()  # rank 0 serves the others' connections, so none leaves before all are done
+    leave_together()
     return 0
 
 
