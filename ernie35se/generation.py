@@ -198,21 +198,16 @@ class InPlaceForward:
         alike = (request.positions == request.positions[:1]).all()
         where = paddle.to_tensor(request.positions[: 1 if alike else None])
         heads = config.num_attention_heads // parallel.tensor_degree(config)
-        (
-            self.cos,
-            self.sin,
-        ) = (  # (B or 1, capacity, H, D/2): Paddle multiplies equal shapes 20 times faster on CPU
-            table.expand([-1, -1, heads, -1]).contiguous() for table in rope_tables(where, config.head_dim)
-        )
+        tables = rope_tables(where, config.head_dim)  # expanded: Paddle's CPU kernels are slow where shapes differ
+        self.cos, self.sin = (table.expand([-1, -1, heads, -1]).contiguous() for table in tables)
         self.mask = None  # of a step: (room,), or (B, H, 1, room) with padding
 
     def logits(self, request: Request) -> paddle.Tensor:
         """Scores of each row's next token, (B, V)."""
         trunk, tokens, stop = self.model.ernie, request.tokens, request.length
         first = self.caches[0].length == 0
-        core, mask = (
-            (self._prefill_core(request), None) if first else (attend_to_cache, self._step_mask(request))
-        )
+        core = self._prefill_core(request) if first else attend_to_cache
+        mask = None if first else self._step_mask(request)
         span = slice(stop - tokens.shape[1], stop)
         shared = BlockInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
         x = trunk.embed_tokens(tokens)  # (B, T, C)
@@ -233,8 +228,7 @@ class InPlaceForward:
 
     def _prefill_core(self, request: Request) -> callable:
         """The model's attention core; the eager one takes some queries at a time, each block with the keys up
-        to its
-        end: half the work of all queries against all keys, and no (T, T) scores in memory."""
+        to its end: half the work of all queries against all keys, and no (T, T) scores in memory."""
         core, length, padding = choose_core(self.model.config), request.length, request.mask
         if core is not eager_attention:
             mask = prepare_mask(core, padding, length, length)
