@@ -105,6 +105,8 @@ def test_the_commands_run(demo, tmp_path):
         command = command.replace("output/demo/again", str(tmp_path / "again")).replace("output/demo", str(demo))
         command = re.sub(r"\./data\b", str(demo / "corpus"), command).replace("./tokenizer", str(demo / "tokenizer"))
         command = command.replace("./output", str(tmp_path / "output"))
+        if "demo_cpu.json" in command:  # names output/demo inside
+            command += f" --input_dir {demo}/corpus --tokenizer_name_or_path {demo}/tokenizer --output_dir {demo}/model"
         if ("run_pretrain" in command or "launch/" in command) and "--dry_run" not in command:
             command += " --dry_run"
         if command.startswith("visualdl"):
