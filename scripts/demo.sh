@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole job on one small corpus: text -> tokenizer -> token files -> pretraining -> held-out loss and loss curve.
 #
-#   bash scripts/demo.sh                     about 5 minutes on 2 cores, after the install
+#   bash scripts/demo.sh                     about 5 minutes on 2 idle cores, after the install
 #   bash scripts/demo.sh --max_steps 400     flags after it go to scripts/run_pretrain.py
 #   ERNIE35SE_DEMO_DIR=/tmp/demo bash scripts/demo.sh
 #
@@ -24,7 +24,10 @@ step() {
         return
     fi
     say "$what: ${*/#$python/python}"
-    "$@" || fail "$what failed, see above; run this again when it is mended, and it continues from there"
+    "$@" || {
+        [ $? -ne 130 ] || exit 130 # Ctrl-C
+        fail "$what failed, see above; run this again when it is mended, and it continues from there"
+    }
 }
 
 make_venv
@@ -63,8 +66,12 @@ Commands to try next, in $root after: source .venv/bin/activate
   # longer, into another folder
   python scripts/run_pretrain.py configs/pretrain/demo_cpu.json \\
       ${data[*]} --output_dir $demo/longer --max_steps 2000
+  # what the model answers
+  python scripts/predict.py --model_name_or_path $demo/model
   # logs in a browser
   visualdl --logdir $demo/model/runs
+  # fine-tuning it with LoRA
+  ${ERNIE35SE_DEMO_DIR:+ERNIE35SE_DEMO_DIR=$demo }bash scripts/demo_finetune.sh
   # all tests
   bash scripts/test.sh
 EOF

@@ -27,7 +27,10 @@ step() {
         return
     fi
     say "$what: ${*/#$python/python}"
-    "$@" || fail "$what failed, see above; run this again when it is mended, and it continues from there"
+    "$@" || {
+        [ $? -ne 130 ] || exit 130 # Ctrl-C
+        fail "$what failed, see above; run this again when it is mended, and it continues from there"
+    }
 }
 
 config=(configs/finetune/demo_cpu.json --dataset_name_or_path "$demo/instructions")

@@ -24,7 +24,7 @@ from ernie35se.runtime import check_versions, log_to_stderr, tune_cpu
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run with these words of a command line. Returns the exit status: 2 for a user's mistake, told in one
-    message."""
+    message, 130 for Ctrl-C."""
     try:
         log_to_stderr()
         check_versions()
@@ -36,8 +36,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"run_finetune.py: error: {error}", file=sys.stderr)
         return 2
-    if trainer is not None:
-        run(trainer)
+    try:
+        if trainer is not None:
+            run(trainer)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes from the last checkpoint, if there is one", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -21,7 +21,8 @@ from ernie35se.runtime import check_versions, log_to_stderr, tune_cpu
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run with these words of a command line; returns the exit status, 2 for a user's mistake."""
+    """Run with these words of a command line; returns the exit status, 2 for a user's mistake, 130 for
+    Ctrl-C."""
     try:
         log_to_stderr()
         check_versions()
@@ -33,7 +34,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (ValueError, OSError) as error:
         print(f"run_pretrain.py: error: {error}", file=sys.stderr)
         return 2
-    return 0 if job is None else run(*job)
+    try:
+        return 0 if job is None else run(*job)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command resumes from the last checkpoint, if there is one", file=sys.stderr)
+        return 130
 
 
 def prepare(arguments):

@@ -1,6 +1,6 @@
 """Serve a trained Ernie35 model over HTTP, as OpenAI's completions API, with a page to try it at /.
 
-    python scripts/serve.py --model_name_or_path output/demo/model
+    python scripts/serve.py --model_name_or_path output/demo/model --served_model_name demo
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \
         -d '{"model": "demo", "prompt": "Return the number of", "max_tokens": 32}'
 
