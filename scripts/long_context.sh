@@ -2,8 +2,8 @@
 # Train short, predict long: two small models that differ only in the positions they are trained on, and the perplexity of
 # both at 1, 2, 4 and 8 times the length they were trained at (the claim of Ruoss et al. 2023).
 #
-#   bash scripts/demo.sh && bash scripts/long_context.sh          about 10 minutes more on 2 cores
-#   bash scripts/long_context.sh --max_steps 400                  flags after it go to scripts/run_pretrain.py
+#   bash scripts/demo.sh && bash scripts/long_context.sh
+#   bash scripts/long_context.sh --max_steps 2000    flags after it go to scripts/run_pretrain.py
 #
 # It uses the demo's corpus and tokenizer. Both runs continue where an interrupted one stopped.
 set -euo pipefail
