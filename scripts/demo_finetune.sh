@@ -15,6 +15,8 @@ case "$demo" in /*) ;; *) [ -z "${ERNIE35SE_DEMO_DIR:-}" ] || demo="$PWD/$demo" 
 
 make_venv
 cd "$root"
+# As in demo.sh: warnings at import that a user cannot mend.
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 [ -e "$demo/model/config.json" ] || bash scripts/demo.sh
 SECONDS=0
 
