@@ -15,21 +15,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 demo=${ERNIE35SE_DEMO_DIR:-output/demo}
 case "$demo" in /*) ;; *) [ -z "${ERNIE35SE_DEMO_DIR:-}" ] || demo="$PWD/$demo" ;; esac
 
-# step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.
-step() {
-    local made=$1 what=$2
-    shift 2
-    if [ -e "$made" ]; then
-        say "$what: reusing $made"
-        return
-    fi
-    say "$what: ${*/#$python/python}"
-    "$@" || {
-        [ $? -ne 130 ] || exit 130 # Ctrl-C
-        fail "$what failed, see above; run this again when it is mended, and it continues from there"
-    }
-}
-
 make_venv
 build_op
 cd "$root"

@@ -20,21 +20,6 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
 [ -e "$demo/model/config.json" ] || bash scripts/demo.sh
 SECONDS=0
 
-# step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.
-step() {
-    local made=$1 what=$2
-    shift 2
-    if [ -e "$made" ]; then
-        say "$what: reusing $made"
-        return
-    fi
-    say "$what: ${*/#$python/python}"
-    "$@" || {
-        [ $? -ne 130 ] || exit 130 # Ctrl-C
-        fail "$what failed, see above; run this again when it is mended, and it continues from there"
-    }
-}
-
 config=(configs/finetune/demo_cpu.json --dataset_name_or_path "$demo/instructions")
 only_evaluate=(--lora 0 --do_train 0 --load_best_model_at_end 0 --evaluation_strategy no)
 

@@ -109,3 +109,18 @@ build_op() {
     fi
     fused_ln=1
 }
+
+# step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.
+step() {
+    local made=$1 what=$2
+    shift 2
+    if [ -e "$made" ]; then
+        say "$what: reusing $made"
+        return
+    fi
+    say "$what: ${*/#$python/python}"
+    "$@" || {
+        [ $? -ne 130 ] || exit 130 # Ctrl-C
+        fail "$what failed, see above; run this again when it is mended, and it continues from there"
+    }
+}
