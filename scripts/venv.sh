@@ -1,5 +1,6 @@
-# Sourced by demo.sh and test.sh: `make_venv` makes .venv and installs the pinned stack of setup.py into it.
-# Afterwards $python is its interpreter and $root the repository. `build_op` then adds the fused LayerNorm op.
+# Sourced by demo.sh, demo_finetune.sh and test.sh: `make_venv` makes .venv and installs the pinned stack of setup.py into it.
+# Afterwards $python is its interpreter and $root the repository. `build_op` then adds the fused LayerNorm op;
+# `step` runs one command of a demo, unless its result is there.
 #
 #   PYTHON=python3.11          the interpreter to make .venv with (default: the first suitable one on the PATH)
 #   ERNIE35SE_EXTRA=cpu|gpu    which build of Paddle (default cpu; docs/install.md says what gpu needs)
