@@ -10,12 +10,28 @@ Query rows that may look nowhere (padding) hold something finite that nothing de
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import paddle
 import paddle.nn.functional as F
 from paddlenlp.utils.log import logger
 
 from .configuration import Ernie35Config
+
+HIDDEN = -1e9  # additive mask: lost beside any score, yet a row of nothing else stays finite in float32's range
+
+
+class AttentionInputs(NamedTuple):
+    """What all layers of one forward share."""
+
+    batch: int  # B
+    core: callable  # one of the functions below
+    cos: paddle.Tensor  # (B or 1, T, 1, D/2)
+    sin: paddle.Tensor
+    mask: paddle.Tensor | None  # additive (B or 1, 1, T, S)
+    use_cache: bool = False
+    need_weights: bool = False
+    recompute_core: bool = False
 
 
 def eager_attention(query, key, value, mask=None, need_weights=False):
@@ -90,9 +106,8 @@ def _causal(query_length: int, key_length: int) -> paddle.Tensor:
 
 
 def _additive(allowed: paddle.Tensor) -> paddle.Tensor:
-    """0 where allowed, elsewhere -1e9: lost beside any score, yet a row of nothing else stays finite in every dtype
-    that has float32's range."""
-    return (~allowed).astype("float32") * -1e9
+    """0 where allowed, elsewhere HIDDEN."""
+    return (~allowed).astype("float32") * HIDDEN
 
 
 _said = set()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import numpy as np
 import paddle
@@ -26,11 +26,10 @@ import paddle.nn.functional as F
 from paddlenlp.generation.configuration_utils import DEFAULT_MAX_NEW_TOKENS
 
 from . import parallel
-from .attention import choose_core, eager_attention, prepare_mask
+from .attention import HIDDEN, AttentionInputs, choose_core, eager_attention, prepare_mask
 from .positions import position_interval
 from .rope import rope_tables
 
-HIDDEN = -1e9  # additive mask: lost beside any score
 PREFILL_BLOCK = 256  # queries that attention takes at a time
 
 
@@ -82,20 +81,6 @@ class KVCache:
         rest = paddle.zeros([batch, heads, self.room - self.length - count, head_dim], more.dtype)
         written = [] if buffer is None else [buffer[:, :, : self.length]]
         return paddle.concat([*written, more, rest], axis=2)
-
-
-class BlockInputs(NamedTuple):
-    """What the blocks share, field by field that of modeling.AttentionInputs, which stands above this
-    module."""
-
-    batch: int
-    core: callable
-    cos: paddle.Tensor
-    sin: paddle.Tensor
-    mask: paddle.Tensor | None
-    use_cache: bool = False
-    need_weights: bool = False
-    recompute_core: bool = False
 
 
 class Request:
@@ -209,7 +194,7 @@ class InPlaceForward:
         core = self._prefill_core(request) if first else attend_to_cache
         mask = None if first else self._step_mask(request)
         span = slice(stop - tokens.shape[1], stop)
-        shared = BlockInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
+        shared = AttentionInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
         x = trunk.embed_tokens(tokens)  # (B, T, C)
         for number, (block, cache) in enumerate(zip(trunk.layers, self.caches)):
             x, _, _ = block(x, cache, shared)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import NamedTuple
 
 import paddle
 import paddle.nn.functional as F
@@ -35,7 +34,7 @@ from paddlenlp.transformers import PretrainedModel, model_utils, register_base_m
 from paddlenlp.transformers.model_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from . import conversion, parallel
-from .attention import choose_core, prepare_mask
+from .attention import AttentionInputs, choose_core, prepare_mask
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
 from .generation import Ernie35GenerationMixin, KVCache
 from .loss import causal_lm_loss
@@ -44,19 +43,6 @@ from .positions import interval_position_ids, masked_position_ids, position_inte
 from .rope import rope_tables, rotate
 
 __all__ = ["Ernie35Model", "Ernie35ForCausalLM", "Ernie35PretrainedModel"]
-
-
-class AttentionInputs(NamedTuple):
-    """What all layers of one forward share; made once by the trunk."""
-
-    batch: int  # B
-    core: callable  # see attention.py
-    cos: paddle.Tensor  # (B or 1, T, 1, D/2)
-    sin: paddle.Tensor
-    mask: paddle.Tensor | None  # additive (B or 1, 1, T, S)
-    use_cache: bool
-    need_weights: bool
-    recompute_core: bool
 
 
 def shared_inputs(
@@ -104,14 +90,6 @@ def default_positions(config, total, past_length, attention_mask):
     if attention_mask is not None and attention_mask.ndim == 2:
         return masked_position_ids(attention_mask, table, spaced)[:, past_length:]
     return paddle.to_tensor(interval_position_ids(total, interval)[None, past_length:])
-
-
-def cached_length(past_key_values) -> int:
-    """Number of tokens in a cache: those of its first layer, which always has attention."""
-    first = past_key_values[0]
-    if isinstance(first, KVCache):
-        return first.length
-    return first[0].shape[1] if first else 0
 
 
 def split_heads(x, width: int, shared: AttentionInputs):
@@ -422,7 +400,7 @@ class Ernie35Model(Ernie35PretrainedModel):
             raise ValueError("give either input_ids or inputs_embeds, and not both.")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds  # (B, T, C)
         past_key_values = past_key_values or [None] * self.config.num_hidden_layers
-        past_length = cached_length(past_key_values)
+        past_length = past_key_values[0][0].shape[1] if past_key_values[0] else 0
         batch = x.shape[0]
         shared = shared_inputs(
             self.config, batch, x.shape[1], past_length, position_ids, attention_mask, use_cache,

@@ -58,8 +58,8 @@ def save_static(model, prefix: Path) -> None:
     for all sizes does not know.)"""
     import paddle
 
-    from ernie35se import attention, rope
-    from ernie35se.generation import HIDDEN, BlockInputs
+    from ernie35se import rope
+    from ernie35se.attention import HIDDEN, AttentionInputs, eager_attention
 
     paddle.jit.ignore_module([rope])  # rewriting it for graphs fails, and there is nothing to rewrite
 
@@ -73,7 +73,7 @@ def save_static(model, prefix: Path) -> None:
             column = paddle.arange(paddle.shape(input_ids)[1])
             mask = (column > column.unsqueeze(-1)).astype("float32") * HIDDEN  # (T, T)
             cos, sin = rope.rope_tables(position_ids, self.model.config.head_dim)
-            shared = BlockInputs(input_ids.shape[0], attention.eager_attention, cos, sin, mask)
+            shared = AttentionInputs(input_ids.shape[0], eager_attention, cos, sin, mask)
             x = trunk.embed_tokens(input_ids)
             for block in trunk.layers:
                 x, _, _ = block(x, None, shared)
