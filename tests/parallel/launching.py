@@ -21,6 +21,19 @@ def environment() -> dict[str, str]:
     return {**kept, **threads, "PYTHONPATH": os.pathsep.join(paths + [kept.get("PYTHONPATH", "")])}
 
 
+def run_group(command: list[str], log: Path, timeout: float, **options) -> int:
+    """Run a command with its output in `log`; exit status, -1 past the time limit. All it started ends with it."""
+    with open(log, "w", encoding="utf-8") as out:
+        job = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
+        try:
+            return job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return -1
+        finally:
+            end_group(job.pid)
+            job.wait()
+
+
 def launch(command: list, log_dir: Path, processes: int = 2, timeout: float = 240) -> tuple[int, str]:
     """Run `python -m paddle.distributed.launch command`; the whole group of processes ends with it.
 
@@ -30,15 +43,7 @@ def launch(command: list, log_dir: Path, processes: int = 2, timeout: float = 24
     words = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(processes)]
     words += ["--log_dir", str(log_dir), *map(str, command)]
     log_dir.mkdir(parents=True, exist_ok=True)
-    with open(log_dir / "launcher.log", "w", encoding="utf-8") as log:
-        job = subprocess.Popen(words, stdout=log, stderr=log, env=environment(), start_new_session=True)
-        try:
-            status = job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            status = -1
-        finally:
-            end_group(job.pid)
-            job.wait()
+    status = run_group(words, log_dir / "launcher.log", timeout, env=environment())
     logs = sorted(log_dir.glob("workerlog.*"))
     return status, "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in logs)
 

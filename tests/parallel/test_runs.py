@@ -14,7 +14,7 @@ import paddle
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import HERE, ROOT, end_group, environment, launch  # noqa: E402
+from launching import HERE, ROOT, environment, launch, run_group  # noqa: E402
 
 from ernie35se.data.indexed import TokenFileWriter  # noqa: E402
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
@@ -77,19 +77,10 @@ def run_script(place: Path, name: str, script: str, config: str, flags: list, ti
         "PYTHON": sys.executable,
     }
     command = ["bash", str(ROOT / "scripts" / "launch" / script), *SHORT, *flags]
-    with open(place / f"{name}.out", "w", encoding="utf-8") as out:
-        job = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=place, env={**environment(), **variables}, start_new_session=True
-        )
-        try:
-            status = job.wait(timeout)
-        except subprocess.TimeoutExpired:
-            status = -1
-        finally:
-            end_group(job.pid)
-            job.wait()
+    output = place / f"{name}.out"
+    status = run_group(command, output, timeout, cwd=place, env={**environment(), **variables})
     logs = place / f"{name}-log" / "workerlog.0"
-    return status, logs.read_text(errors="replace") if logs.is_file() else (place / f"{name}.out").read_text()
+    return status, logs.read_text(errors="replace") if logs.is_file() else output.read_text()
 
 
 @pytest.mark.parametrize("name", RUNS)
