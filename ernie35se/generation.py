@@ -172,7 +172,8 @@ class InPlaceForward:
     """The quick way through the model: blocks called one by one, on caches written in place.
 
     Rotation tables are made once, for all of the request's positions; the mask grows with the cache and
-    changes by one column a step. Behind the last layer with attention only the last position goes on.
+    changes by one column a step. From the queries of the last layer with attention on, only the last position
+    goes on.
     """
 
     def __init__(self, model, request: Request):
@@ -197,9 +198,9 @@ class InPlaceForward:
         shared = AttentionInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
         x = trunk.embed_tokens(tokens)  # (B, T, C)
         for number, (block, cache) in enumerate(zip(trunk.layers, self.caches)):
+            if first and number == self.last_attention:
+                shared = shared._replace(core=self._last_query_core(request))
             x, _, _ = block(x, cache, shared)
-            if number == self.last_attention:
-                x = x[:, -1:]
         return self.model.lm_logits(trunk.norm(x))[:, 0]
 
     def select(self, rows: list[int]) -> None:
@@ -232,6 +233,11 @@ class InPlaceForward:
             return (parts[0] if len(parts) == 1 else paddle.concat(parts, axis=1)), None
 
         return attend
+
+    def _last_query_core(self, request: Request) -> callable:
+        """Attention of the prompt's last token alone, which sees all but padding."""
+        mask = prepare_mask(eager_attention, request.mask, 1, request.length)
+        return lambda query, key, value, *_: (attend_block(query[:, -1:], key, value, mask), None)
 
     def _step_mask(self, request: Request) -> paddle.Tensor:
         """Additive: hides padding and the columns of the buffers that are not written yet."""
