@@ -36,9 +36,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"run_finetune.py: error: {error}", file=sys.stderr)
         return 2
+    from ernie35se.training.resumable import NotFiniteError
+
     try:
         if trainer is not None:
             run(trainer)
+    except NotFiniteError as error:
+        print(f"run_finetune.py: error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command resumes from the last checkpoint, if there is one", file=sys.stderr)
         return 130

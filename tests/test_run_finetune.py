@@ -178,8 +178,34 @@ def test_generation_and_early_stopping(place, tmp_path):
     assert texts[0]["prompt"].startswith("swap:")
 
 
+def test_early_stopping_counts_on_after_a_resume(place, tmp_path):
+    """Stops two evaluations after the first, as if it had not been interrupted between them."""
+    more = dict(lora=1, early_stopping_patience=2, learning_rate=1e-9, num_train_epochs=6)
+    more.update(metric_for_best_model="accuracy", greater_is_better=1)
+    assert run(place, tmp_path / "whole", **more) == 0
+    assert max(losses(tmp_path / "whole")) == 9
+    shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
+    assert run(place, tmp_path / "resumed", **more) == 0
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+
+
+def test_a_run_that_diverges_ends_with_one_message(place, tmp_path, capsys, monkeypatch):
+    from ernie35se.training.finetune import FinetuneTrainer
+
+    real = FinetuneTrainer.compute_loss
+
+    def diverging(self, *args, **kwargs):
+        loss = real(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step == 2 else loss
+
+    monkeypatch.setattr(FinetuneTrainer, "compute_loss", diverging)
+    assert run(place, tmp_path, lora=1, evaluation_strategy="no", do_eval=0) == 2
+    error = capsys.readouterr().err
+    assert "the loss is nan at step 3" in error and "Traceback" not in error
+
+
 @pytest.mark.parametrize(
-    "warmup, ratio, expected", [(6, 0.0, [2, 3, 4, 5, 6, 0]), (1, 0.5, [5.4, 4.8, 4.2, 3.6, 3, 3])]
+    "warmup, ratio, expected", [(6, 0.0, [2, 3, 4, 5, 6, 0]), (1, 0.5, [5.5, 5, 4.5, 4, 3.5, 3])]
 )
 def test_schedule(place, tmp_path, warmup, ratio, expected):
     """A log line shows the rate of the step to come: the first step has 1/6 of the peak, and the peak,

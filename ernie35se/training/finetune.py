@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 import numpy as np
 import paddle
 import paddle.nn.functional as F
-from paddlenlp.trainer import EarlyStoppingCallback, TrainerCallback
+from paddlenlp.trainer import TrainerCallback
 from paddlenlp.trainer.trainer import TRAINING_ARGS_NAME
 from paddlenlp.trainer.trainer_utils import EvalLoopOutput, IntervalStrategy
 from paddlenlp.utils.log import logger
@@ -78,11 +78,31 @@ class AdapterCallback(TrainerCallback):
         peft.after_step(model, state.global_step)
 
 
-class EarlyStopping(EarlyStoppingCallback):
-    """PaddleNLP's, without its demand that the best model is loaded at the end."""
+class EarlyStopping(TrainerCallback):
+    """Stops after `patience` evaluations without a better metric_for_best_model.
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        pass
+    PaddleNLP's forgets its count when a run is resumed, and compares with the best checkpoint, not the best
+    evaluation. Here the evaluations of the log history are counted, which travels with the checkpoints.
+    """
+
+    def __init__(self, patience: int):
+        self.patience = patience
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        values = [record[key] for record in state.log_history if (key := metric_key(args)) in record]
+        if values and evaluations_since_best(values, args.greater_is_better) >= self.patience:
+            control.should_training_stop = True
+
+
+def metric_key(args) -> str:
+    """Name of metric_for_best_model in logs."""
+    return "eval_" + args.metric_for_best_model.removeprefix("eval_")
+
+
+def evaluations_since_best(values: Sequence[float], greater_is_better: bool) -> int:
+    """How many values follow the first of the best ones."""
+    best = max(values) if greater_is_better else min(values)
+    return len(values) - 1 - list(values).index(best)
 
 
 class FinetuneTrainer(PretrainTrainer):
@@ -115,7 +135,8 @@ class FinetuneTrainer(PretrainTrainer):
         self.steps_per_epoch = math.ceil(len(rows) / per_step)
         if args.max_steps < 1:
             args.max_steps = math.ceil(self.steps_per_epoch * args.num_train_epochs)
-        args.decay_steps = args.max_steps
+        # Lowest right after the last step: a last step at a rate of zero would change nothing.
+        args.decay_steps = args.max_steps + 1
         args.min_learning_rate = getattr(args, "lr_decay_ratio", 0.0) * args.learning_rate
         for kind in ("evaluation", "save", "logging"):
             if getattr(args, f"{kind}_strategy") == IntervalStrategy.EPOCH:

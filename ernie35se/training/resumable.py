@@ -36,7 +36,8 @@ from .layouts import AnyLayoutTrainer
 from .metrics import Throughput
 
 PROGRESS_FILE = "progress.json"
-HISTORY_KEYS = ("loss", "learning_rate", "tokens_per_second", "eval_loss", "eval_ppl")
+HISTORY_KEYS = ("loss", "learning_rate", "tokens_per_second", "eval_loss", "eval_ppl", "eval_accuracy", "eval_rouge1",
+                "eval_rouge2", "eval_rougeL", "eval_bleu4")  # fmt: skip
 HISTORY_LIMIT = 20_000
 # Settings that change the losses of later steps; a resumed run says which differ from the interrupted one's.
 SETTINGS_THAT_MATTER = (
