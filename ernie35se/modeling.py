@@ -37,7 +37,7 @@ from . import conversion, parallel
 from .attention import AttentionInputs, choose_core, prepare_mask
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
 from .generation import Ernie35GenerationMixin, KVCache
-from .loss import causal_lm_loss
+from .loss import causal_lm_loss, head_loss
 from .norm import layer_norm
 from .positions import interval_position_ids, masked_position_ids, position_interval
 from .rope import rope_tables, rotate
@@ -261,6 +261,15 @@ class LMHead(nn.Layer):
         weight = embedding_weight.t() if self.weight is None else self.weight
         logits = F.linear(parallel.enter_vocab(self.config, x), weight, self.bias)
         return parallel.leave_vocab(self.config, logits)  # (B, T, V)
+
+    def loss(self, x, labels, embedding_weight=None):
+        """The loss of labels (B, T) from x (B, T, C): without whole logits in float32 on one rank."""
+        config, tied = self.config, self.weight is None
+        weight = embedding_weight if tied else self.weight
+        whole = parallel.tensor_degree(config) == 1 and x.dtype == weight.dtype == paddle.float32
+        if whole and not paddle.amp.is_autocast_enabled():
+            return head_loss(x, weight, self.bias, labels, config.ignored_index, tied)
+        return causal_lm_loss(self(x, embedding_weight), labels, config.ignored_index, config.vocab_size)
 
 
 @paddle.no_grad()
@@ -512,10 +521,12 @@ class Ernie35ForCausalLM(Ernie35GenerationMixin, Ernie35PretrainedModel):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
         )
-        logits = self.lm_logits(trunk.last_hidden_state)  # (B, T, V)
-        loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index, config.vocab_size)
-        if loss is not None and self.training and not return_logits:
-            logits = None
+        logits = None
+        if labels is not None and self.training and not return_logits:
+            loss = self.lm_head.loss(trunk.last_hidden_state, labels, self.ernie.embed_tokens.weight)
+        else:
+            logits = self.lm_logits(trunk.last_hidden_state)  # (B, T, V)
+            loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index, config.vocab_size)
         if return_dict:
             return CausalLMOutputWithPast(
                 loss=loss,

@@ -20,6 +20,7 @@ operators:
 |        | 3C, cosines and sines         | q, k, v at H heads (3C), o_proj's input (C), gate,    |        |
 |        |                               | up, product (3F)                                      |        |
 | final  | 2C + 2 (serial: 3C + 3)       | V: softmax of the logits, float32                     |        |
+|        | in chunks (float32, one rank, our decoder): 3C + 2, and the gradient of the head's weight    |        |
 
 **Working space.** What exists at the worst moment beyond that: see `_working_space`.
 
@@ -37,6 +38,7 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 from ..stages import TYPICAL_LENGTH, balanced_cuts
 
 FLOAT32, HALF = 4, 2  # bytes
+HEAD_CHUNK = 1024  # tokens; loss.CHUNK
 
 
 # ---------------------------------------------------------------- what is described
@@ -110,6 +112,7 @@ class Decoder:
     final_kept: int  # activations per token, without the softmax
     head_bias: int
     buffers: int  # floats that are no parameters, for example tables of cosines in each layer
+    chunked_head: bool  # the loss works in chunks of HEAD_CHUNK tokens where it can (loss.py, head_loss)
 
     @property
     def embedding(self) -> int:
@@ -157,7 +160,7 @@ def _parallel_decoder(config: Any) -> Decoder:
     return Decoder(
         hidden, ffn, config.num_attention_heads, hidden // config.num_attention_heads, config.vocab_size,
         bool(config.tie_word_embeddings), blocks, 2 * hidden, 2 * hidden + 2,
-        config.vocab_size if config.use_bias and config.weight_share_add_bias else 0, 0,
+        config.vocab_size if config.use_bias and config.weight_share_add_bias else 0, 0, True,
     )  # fmt: skip
 
 
@@ -176,7 +179,7 @@ def _serial_decoder(config: Any) -> Decoder:
     tables = layers * 2 * getattr(config, "max_position_embeddings", 0) * head_size
     return Decoder(
         hidden, ffn, heads, head_size, config.vocab_size, bool(getattr(config, "tie_word_embeddings", False)),
-        (block,) * layers, hidden, 3 * hidden + 3, 0, tables,
+        (block,) * layers, hidden, 3 * hidden + 3, 0, tables, False,
     )  # fmt: skip
 
 
@@ -348,8 +351,16 @@ class _Sizes:
         return max(softmax, self.split(block.block_space)) + self.mask
 
     def final(self, decoder: Decoder) -> int:
-        """Final norm, and the softmax of the logits in float32."""
+        """Final norm, and the softmax of the logits in float32, or the gradients of the head that works in chunks."""
+        if self.chunked(decoder):
+            return self.whole(decoder.final_kept + decoder.hidden) + decoder.embedding * FLOAT32
         return self.whole(decoder.final_kept) + self.logits * FLOAT32
+
+    def chunked(self, decoder: Decoder) -> bool:
+        """Whether logits exist for HEAD_CHUNK tokens at a time only, and gradients are formed with them."""
+        plan = self.plan
+        whole = plan.tensor_parallel == plan.pipeline_parallel == 1
+        return decoder.chunked_head and plan.precision == "float32" and whole
 
 
 def _activation_bytes(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last: bool) -> int:
@@ -366,7 +377,8 @@ def _activation_bytes(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], l
 def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last: bool) -> int:
     """Bytes at the worst moment beyond what is kept at the end of the forward pass. The moments:
 
-    - the loss: logits beside their softmax, in half precision also their float32 copy;
+    - the loss, where it works in chunks: the logits of one chunk and its part of the weight's gradient;
+    - the loss otherwise: logits beside their softmax, in half precision also their float32 copy;
     - the LM head's backward: gradient of its weight (tied: a transposed copy as well) and of its input;
     - the forward of the last block that attends: scores before, during and after the softmax; nothing of the
       blocks after it is kept yet;
@@ -375,7 +387,11 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
     """
     sizes = _Sizes(decoder, plan)
     moments = [0]
-    if last:
+    if last and sizes.chunked(decoder):
+        rows = min(sizes.tokens, HEAD_CHUNK)
+        more = decoder.embedding if sizes.tokens > HEAD_CHUNK else 0  # a chunk's part of the weight's gradient
+        moments.append((rows * decoder.vocabulary + more) * FLOAT32)
+    elif last:
         head_gradient = (2 if decoder.tied else 1) * decoder.embedding * sizes.element // plan.tensor_parallel
         half_copy = sizes.logits * HALF if plan.precision != "float32" else 0
         moments += [sizes.logits * FLOAT32 + half_copy, head_gradient + sizes.whole(decoder.hidden)]
