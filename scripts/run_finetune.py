@@ -66,6 +66,7 @@ def prepare(model_args, data_args, training_args):
     if not looks_only:
         build.check_output_dir(training_args)
         build.check_checkpoint(training_args)
+        finetune_build.check_same_method(model_args, training_args)
     finetune_build.set_device(training_args)
     set_seed(training_args.seed)
     tokenizer = finetune_build.load_tokenizer(model_args)
@@ -131,7 +132,8 @@ def run(trainer) -> None:
         metrics = trainer.train().metrics
         trainer.save_model()
         trainer.save_state()
-        record(trainer, "train", metrics)
+        if trainer.start.step < trainer.state.global_step:  # else the results of the run that trained stay
+            record(trainer, "train", metrics)
     if training_args.do_eval:
         record(trainer, "eval", trainer.evaluate())
     leave_together()

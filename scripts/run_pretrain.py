@@ -93,7 +93,8 @@ def run(settings, tokenizer, model, datasets) -> int:
             return 2
         trainer.save_model(merge_tensor_parallel=True)
         trainer.save_state()
-        record(trainer, "train", metrics)
+        if trainer.start.step < trainer.state.global_step:  # else the results of the run that trained stay
+            record(trainer, "train", metrics)
     if training.do_eval:
         record(trainer, "eval", trainer.evaluate())
     if training.do_predict:

@@ -189,6 +189,22 @@ def test_early_stopping_counts_on_after_a_resume(place, tmp_path):
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
 
 
+def test_a_finished_run_keeps_its_results_and_another_method_is_refused(place, tmp_path, capsys):
+    assert run(place, tmp_path, lora=1, max_steps=2) == 0
+    trained = results(tmp_path)
+    assert run(place, tmp_path, lora=1, max_steps=2) == 0
+    assert results(tmp_path)["train_runtime"] == trained["train_runtime"]
+    capsys.readouterr()
+    for changes, message in (
+        ({"lora": 1, "lora_rank": 4}, "was made with r 8, the settings say 4"),
+        ({"vera": 1}, "was made by lora, the settings ask for vera"),
+        ({}, "was made by lora, the settings ask for SFT"),
+    ):
+        assert run(place, tmp_path, max_steps=3, **changes) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error
+
+
 def test_a_run_that_diverges_ends_with_one_message(place, tmp_path, capsys, monkeypatch):
     from ernie35se.training.finetune import FinetuneTrainer
 

@@ -24,6 +24,7 @@ from ..data import sft
 from ..data.records import SPLITS, Conversation, find_split_files, parse_records, read_conversations
 from ..data.templates import load_template
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
+from .checkpoint import last_checkpoint
 from .finetune import Generation
 from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
 
@@ -248,6 +249,29 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
                     f"{flag} is a setting of Ernie35; it has no effect on {type(config).__name__}."
                 )
     return config
+
+
+def check_same_method(arguments: FinetuneModelArguments, training: FinetuneArguments) -> None:
+    """A run continues with the method, and the settings of it, that it began with.
+
+    Raises:
+        ValueError: the checkpoint that would be resumed is another method's.
+    """
+    folder = training.resume_from_checkpoint
+    if not folder and not training.overwrite_output_dir:
+        folder, _ = last_checkpoint(training.output_dir)
+    if not (training.do_train and folder):
+        return
+    fix = "resume with the settings that began this run, choose another output_dir, or set --overwrite_output_dir"
+    before, now = peft.saved_method(folder), arguments.method
+    if before != now:
+        raise ValueError(f"{folder}: was made by {before or 'SFT'}, the settings ask for {now or 'SFT'}; {fix}")
+    if now is None or arguments.adapter_path:
+        return
+    saved, wanted = peft.METHODS[now].config.load(folder), arguments.adapter_config(training.seed)
+    for name, value in vars(wanted).items():
+        if getattr(saved, name) != value:
+            raise ValueError(f"{folder}: was made with {name} {getattr(saved, name)!r}, the settings say {value!r}; {fix}")
 
 
 def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, config):
