@@ -187,6 +187,10 @@ def test_early_stopping_counts_on_after_a_resume(place, tmp_path):
     shutil.copytree(tmp_path / "whole" / "checkpoint-6", tmp_path / "resumed" / "checkpoint-6")
     assert run(place, tmp_path / "resumed", **more) == 0
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
+    trained = results(tmp_path / "whole")
+    assert run(place, tmp_path / "whole", **more) == 0  # it has ended, and stays as it is
+    assert max(losses(tmp_path / "whole")) == 9
+    assert results(tmp_path / "whole")["train_runtime"] == trained["train_runtime"]
 
 
 def test_a_finished_run_keeps_its_results_and_another_method_is_refused(place, tmp_path, capsys):

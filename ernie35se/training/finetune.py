@@ -20,7 +20,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 from paddlenlp.trainer import TrainerCallback
-from paddlenlp.trainer.trainer import TRAINING_ARGS_NAME
+from paddlenlp.trainer.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from paddlenlp.trainer.trainer_utils import EvalLoopOutput, IntervalStrategy
 from paddlenlp.utils.log import logger
 
@@ -260,16 +260,36 @@ class FinetuneTrainer(PretrainTrainer):
 
     # ---------------------------------------------------------------- checkpoints
 
+    def _find_checkpoint(self, wanted):
+        """A run that early stopping has ended is complete: started again, it has nothing left to do."""
+        folder, args = super()._find_checkpoint(wanted), self.args
+        patience = getattr(args, "early_stopping_patience", 0)
+        if folder is None or not patience:
+            return folder
+        state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        key = metric_key(args)
+        values = [record[key] for record in state["log_history"] if key in record]
+        if values and evaluations_since_best(values, args.greater_is_better) >= patience:
+            logger.info(f"{folder} was the end: {patience} evaluations without a better {key}.")
+            args.max_steps = state["global_step"]
+        return folder
+
+    def save_model(self, output_dir=None, merge_tensor_parallel=False):
+        """Adapters are whole in any case."""
+        super().save_model(output_dir, merge_tensor_parallel and not peft.is_wrapped(self.model))
+
     def _save(self, output_dir=None, state_dict=None, merge_tensor_parallel=False):
         """PaddleNLP knows its own adapters only; of a wrapped model it would write all of the weights."""
         folder = Path(output_dir or self.args.output_dir)
         if not peft.is_wrapped(self.model):
             super()._save(output_dir, state_dict, merge_tensor_parallel)
-        elif self.args.should_save:
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(str(folder))
-            peft.save(self.model, folder)
-            paddle.save(self.args, str(folder / TRAINING_ARGS_NAME))
+        else:
+            state = peft.whole_state(self.model)  # all tensor-parallel ranks together
+            if self.args.should_save:
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(str(folder))
+                peft.save(self.model, folder, state)
+                paddle.save(self.args, str(folder / TRAINING_ARGS_NAME))
         if self.args.should_save and self.template is not None:
             text = json.dumps(self.template, indent=2, ensure_ascii=False) + "\n"
             (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")

@@ -131,6 +131,7 @@ class ResumableTrainer(AnyLayoutTrainer):
         if max_steps < 1:
             raise ValueError(f"max_steps = {max_steps}: pretraining needs a number of steps, 1 or more.")
         folder = self._find_checkpoint(resume_from_checkpoint)
+        max_steps = self.args.max_steps  # fewer, where the checkpoint says that the run has ended
         self.start = Progress.of(folder) if folder else Progress()
         self._carry = self.start if folder else None
         self._make_way()
