@@ -37,7 +37,14 @@ EXTRAS = {
     "cpu": ["paddlepaddle==3.3.1"],
     "gpu": ["paddlepaddle-gpu==3.3.1"],
     # setuptools builds external_ops: before 70.1 that takes the package wheel too, and 80 is the newest tried
-    "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "setuptools>=70.1,<81"],
+    # openai and playwright try the server and its page; playwright drives a Chromium that is installed already
+    "test": [
+        "pytest>=8,<10",
+        "hypothesis>=6.100,<7",
+        "setuptools>=70.1,<81",
+        "openai>=3.63,<4",
+        "playwright>=1.65,<2",
+    ],
 }
 
 

@@ -22,6 +22,15 @@ from ernie35se.server import Limits, Server, StopFilter
 
 ROOT = Path(__file__).resolve().parents[1]
 GREEDY = Decoding(decode_strategy="greedy_search")
+BROWSER_FLAGS = [  # works as root and without a network; playwright gives each browser a user folder of its own
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 LIMITS = Limits(batch=8, queue=64, body=20_000)
 
 
@@ -395,7 +404,7 @@ def test_the_page_in_a_browser(running, predictor):
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     text, tokens, _ = expected(predictor, "moon")
     with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        chromium = driver.chromium.launch(executable_path=browser, args=BROWSER_FLAGS)
         page = chromium.new_page()
         faults = []
         page.on("pageerror", lambda error: faults.append(str(error)))
