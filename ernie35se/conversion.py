@@ -6,7 +6,8 @@ N-th of every segment, one after the other. A plain weight is one segment; the f
     qkv_gate_up_proj, 3C + 2F columns:  [ q k v interleaved by head : 3C | gate : F | up : F ]
     self_attn_mlp.o_proj, F + C rows:   [ FFN : F | attention : C ]
 
-so a rank holds whole heads and matching gate and up columns. Needs numpy and the configuration only.
+so a rank holds whole heads and matching gate and up columns. An adapter x A B of a layer is cut with it: B's columns as
+the weight's columns, or A's rows as its rows. Needs numpy and the configuration only.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from .configuration import Ernie35Config
+
+
+LOW_RANK_IN = ("lora_A", "lora_A_start")  # an adapter's parameters; its mixers, lora_AB*, are whole everywhere
+LOW_RANK_OUT = ("lora_B", "lora_B_start")
 
 
 class Cut(NamedTuple):
@@ -48,9 +53,11 @@ def layout(name: str, config: Ernie35Config) -> Cut | None:
         "embed_tokens": (vocab,),
     }
     if module in columns:
-        return Cut(1 if kind == "weight" else 0, columns[module])
+        if kind.startswith("lora_") and kind not in LOW_RANK_OUT:
+            return None
+        return Cut(0 if kind == "bias" else 1, columns[module])
     if module in rows:
-        return Cut(0, rows[module]) if kind == "weight" else None
+        return Cut(0, rows[module]) if kind in ("weight", *LOW_RANK_IN) else None
     if module.endswith("norm"):
         return None
     raise ValueError(f"{name!r} is not the name of a parameter of this model.")

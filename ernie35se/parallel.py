@@ -113,6 +113,64 @@ def row_linear(config: Ernie35Config, in_features: int, out_features: int) -> nn
     )
 
 
+_COLUMNS = (fleet.meta_parallel.ColumnParallelLinear,)
+_ROWS = (fleet.meta_parallel.RowParallelLinear,)
+CUT_LINEAR = _COLUMNS + _ROWS
+
+
+class LowRankSeam:
+    """What an update x A B of a linear layer needs so that A and B are cut as the layer's weight is.
+
+    Of a column layer A is whole and B cut, of a row layer A is cut and B whole:
+
+        columns   x A      | backwards the ranks' gradients are summed |   B / N
+        rows      x A / N  | forwards the ranks' parts are summed      |   B
+
+    so what travels has r columns only, and the whole matrix has the same gradient on every rank.
+
+    Args:
+        base: the linear layer; of one that is not cut nothing changes.
+    """
+
+    def __init__(self, base: nn.Layer):
+        self.columns, self.rows = isinstance(base, _COLUMNS), isinstance(base, _ROWS)
+
+    @property
+    def cut(self) -> bool:
+        """Whether tensor parallel cuts the layer."""
+        return self.columns or self.rows
+
+    def after_first(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Between A and what follows."""
+        if not self.rows:
+            return x
+        return mp_ops._mp_allreduce(x, group=_tensor_group(), use_calc_stream=True, use_model_parallel=True)
+
+    def before_last(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Between what comes before and B."""
+        return mp_ops._c_identity(x, group=_tensor_group()) if self.columns else x
+
+    def dropout_state(self):
+        """Within it dropout draws alike on all ranks, or apart where each holds other columns of x."""
+        if not self.rows:
+            return contextlib.nullcontext()
+        return fleet.meta_parallel.get_rng_state_tracker().rng_state("local_seed")
+
+
+def mark_cut(parameter: paddle.Tensor, axis: int) -> None:
+    """Tell clipping that every rank holds another piece of this parameter, along this axis."""
+    parameter.is_distributed, parameter.split_axis = True, axis
+
+
+def all_pieces(config: Ernie35Config, piece: paddle.Tensor) -> list[paddle.Tensor]:
+    """Every tensor-parallel rank's piece, in rank order, on every rank."""
+    if tensor_degree(config) == 1:
+        return [piece]
+    pieces: list[paddle.Tensor] = []
+    paddle.distributed.all_gather(pieces, piece.contiguous(), group=_tensor_group())
+    return pieces
+
+
 def vocab_embedding(config: Ernie35Config) -> nn.Layer:
     """Embedding whose rows tensor parallel splits by vocabulary: weight (V / N, C)."""
     if tensor_degree(config) == 1:

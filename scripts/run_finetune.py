@@ -130,7 +130,7 @@ def run(trainer) -> None:
     training_args = trainer.args
     if training_args.do_train:
         metrics = trainer.train().metrics
-        trainer.save_model()
+        trainer.save_model(merge_tensor_parallel=True)
         trainer.save_state()
         if trainer.start.step < trainer.state.global_step:  # else the results of the run that trained stay
             record(trainer, "train", metrics)

@@ -274,7 +274,7 @@ def test_a_look_at_data_and_settings(place, tmp_path, capsys):
         ({"reft": 1, "zero_padding": 1}, "packed rows have several"),
         ({"flash_mask": 1}, "GPU only"),
         ({"max_length": 200}, "the model has 128 positions"),
-        ({"lora": 1, "tensor_parallel_degree": 2}, "LoRA and its kin"),
+        ({"lora": 1, "tensor_parallel_degree": 2}, "this is a single process"),
         ({"prefix_tuning": 1, "pipeline_parallel_degree": 2}, "Prefix) is made for it"),
         ({"dataset_name_or_path": " "}, "expected a folder or file of records"),
         ({"merge_weights": 1}, "nothing that could be merged"),

@@ -12,7 +12,8 @@
 | reft, tare | edits that depend on the token | no |
 | prefix | keys and values before each attention layer | no |
 
-None of them is made for tensor or pipeline parallel yet.
+LoRA, rsLoRA, LoRA+, PiSSA, MoSLoRA and LinChain go with tensor parallel, and are saved as one device would; none of
+them is made for pipeline parallel.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from paddle import nn
 from paddlenlp.utils.log import logger
 from safetensors.numpy import load_file, save_file
 
+from .. import conversion, parallel
 from . import lora, prefix, reft
 from .base import Adapter, AdapterConfig, AdapterLinear, insert, refuse_parallel, replace_layer
 from .dislora import DisLoRAConfig, DisLoRALinear
@@ -96,7 +98,7 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
             f"the model already has {model.adapter_config.name()} adapters; merge them, or load a fresh "
             "model."
         )
-    refuse_parallel(model, config.name())
+    refuse_parallel(model, config.name(), config.splits)
     method = METHODS[config.method]
     if method.wrap is not None:
         method.wrap(model, config, start)
@@ -174,11 +176,31 @@ def saved_method(folder: Union[str, Path]) -> str | None:
     return found[0] if found else None
 
 
-def save(model: nn.Layer, folder: Union[str, Path]) -> None:
-    """Write weights, in float32 as safetensors, then the configuration; each arrives whole, by a rename."""
+def whole_state(model: nn.Layer) -> dict[str, np.ndarray]:
+    """Name -> float32 array of the adapters, put together from the pieces of all tensor-parallel ranks, which call
+    this together."""
+    whole = {}
+    for name, value in adapter_state(model).items():
+        value = value.astype("float32")
+        if _degree(model) > 1 and conversion.layout(name, model.config) is not None:
+            value = conversion.merge(name, parallel.all_pieces(model.config, value), model.config)
+        whole[name] = value.numpy()
+    return whole
+
+
+def _degree(model) -> int:
+    return getattr(model.config, "tensor_parallel_degree", 1) or 1
+
+
+def save(model: nn.Layer, folder: Union[str, Path], state: dict[str, np.ndarray] | None = None) -> None:
+    """Write weights, in float32 as safetensors, then the configuration; each arrives whole, by a rename.
+
+    Args:
+        state: what `whole_state` gave, where only one of several ranks writes.
+    """
     folder, config = Path(folder), model.adapter_config
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: value.astype("float32").numpy() for name, value in adapter_state(model).items()}
+    state = whole_state(model) if state is None else state
     weights = folder / f"{config.method}_model_state.safetensors"
     beside = weights.with_name(f".tmp-{weights.name}")
     save_file(
@@ -199,7 +221,7 @@ def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
         names = ", ".join(entry.config.file_name() for entry in METHODS.values())
         raise ValueError(f"{folder}: holds no adapter; expected one of {names}.")
     wrap(model, METHODS[method].config.load(folder), start=False)
-    _set_state(model, read_state(Path(folder), method))
+    _set_state(model, _my_pieces(model, read_state(Path(folder), method)))
     _change_bases(model, -1)
     return model
 
@@ -211,7 +233,7 @@ def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
     Raises:
         ValueError: a folder that holds none of this method, or such as do not fit.
     """
-    state = read_state(Path(folder), model.adapter_config.method)
+    state = _my_pieces(model, read_state(Path(folder), model.adapter_config.method))
     _check_state(model, state)
     _change_bases(model, 1)
     _set_state(model, state)
@@ -230,6 +252,15 @@ def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
         )
         return paddle.load(str(pickled), return_numpy=True)
     raise ValueError(f"{folder}: has neither {safe.name} nor {pickled.name}.")
+
+
+def _my_pieces(model, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Whole arrays -> this tensor-parallel rank's pieces."""
+    config, degree = model.config, _degree(model)
+    if degree == 1:
+        return state
+    rank = parallel.tensor_rank(config)
+    return {name: conversion.split(name, value, config, degree, rank) for name, value in state.items()}
 
 
 def _check_state(model, state) -> None:
@@ -278,7 +309,7 @@ def merge(model: nn.Layer) -> nn.Layer:
     _refuse_unmergeable(model)
     for name, layer in list(adapters(model)):
         weight, base = layer.merged_weight(), layer.base
-        if not isinstance(base, nn.Linear):
+        if getattr(base, "is_quantised_linear", False):
             base = base.to_linear()
         base.weight.set_value(weight)
         replace_layer(model, name, base)
@@ -295,7 +326,7 @@ def merged(model: nn.Layer):
     _refuse_unmergeable(model)
     kept = []
     for _, layer in adapters(model):
-        if not isinstance(layer.base, nn.Linear):
+        if getattr(layer.base, "is_quantised_linear", False):
             raise ValueError("merge_weights needs full-precision weights; this model's are quantised.")
         kept.append((layer, layer.base.weight.clone()))
         layer.base.weight.set_value(layer.merged_weight())

@@ -10,6 +10,7 @@ of data parallel start equal, and so does a resumed run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,6 +23,8 @@ from typing import ClassVar, Iterator, Optional, Union
 import numpy as np
 import paddle
 from paddle import nn
+
+from .. import parallel
 
 DEFAULT_TARGETS = [r".*\.([qkvo]_proj|(gate|up|down)_proj|qkv_gate_up_proj|qkv_proj|gate_up_fused_proj)"]
 # In files that PaddleNLP wrote, and of no meaning here unless they ask for something.
@@ -52,6 +55,8 @@ class AdapterConfig:
     """
 
     method: ClassVar[str] = ""
+
+    splits: ClassVar[bool] = False  # whether its parameters can be cut with tensor-parallel layers
 
     base_model_name_or_path: Optional[str] = None
     target_modules: Union[str, list, None] = None
@@ -133,7 +138,9 @@ class AdapterLinear(Adapter):
     def __init__(self, base: nn.Layer, dropout: float = 0.0):
         super().__init__(dtype=base._dtype)
         self.base = base
-        self.in_features, self.out_features = base.weight.shape
+        self.in_features, self.out_features = base.weight.shape  # of a cut layer this rank's
+        self.seam = parallel.LowRankSeam(base)
+        self.model_config = getattr(base, "model_config", None)  # says how the layer is cut
         self.dropout = nn.Dropout(dropout) if dropout else None
         self.active = True  # off while the weights are merged for evaluation
 
@@ -143,7 +150,11 @@ class AdapterLinear(Adapter):
     def forward(self, x):
         if not self.active:
             return self.base(x)
-        return self.base(x) + self.update(x if self.dropout is None else self.dropout(x))
+        return self.base(x) + self.update(x if self.dropout is None else self._dropped(x))
+
+    def _dropped(self, x):
+        with self.seam.dropout_state() if self.training else contextlib.nullcontext():
+            return self.dropout(x)
 
     def update(self, x: paddle.Tensor) -> paddle.Tensor:
         """(..., in) -> (..., out): what the adapter adds, without dropout."""
@@ -249,7 +260,7 @@ def is_linear(layer: nn.Layer) -> bool:
     """Whether it is a plain linear layer, full-precision or quantised, that an adapter can hold."""
     if isinstance(layer, AdapterLinear):
         return False
-    return isinstance(layer, nn.Linear) or getattr(layer, "is_quantised_linear", False)
+    return isinstance(layer, (nn.Linear, *parallel.CUT_LINEAR)) or getattr(layer, "is_quantised_linear", False)
 
 
 def replace_layer(model: nn.Layer, name: str, layer: nn.Layer) -> None:
@@ -281,10 +292,14 @@ def blocks_of(model: nn.Layer) -> list[nn.Layer]:
     return list(max(lists, key=len))
 
 
-def refuse_parallel(model: nn.Layer, what: str) -> None:
-    """Raise where the model is cut over devices in a way that the method was not made for."""
+def refuse_parallel(model: nn.Layer, what: str, splits: bool = False) -> None:
+    """Raise where the model is cut over devices in a way that the method was not made for.
+
+    Args:
+        splits: whether the method's parameters can be cut with the layers they belong to.
+    """
     config = model.config
-    if getattr(config, "tensor_parallel_degree", 1) > 1:
+    if getattr(config, "tensor_parallel_degree", 1) > 1 and not splits:
         raise ValueError(
             f"{what} is not made for tensor parallel (tensor_parallel_degree is "
             f"{config.tensor_parallel_degree}); set it to 1."
@@ -298,4 +313,7 @@ def refuse_parallel(model: nn.Layer, what: str) -> None:
 def insert(model: nn.Layer, config: AdapterConfig, make_layer, start: bool = True) -> None:
     """Replace every target of `config` by make_layer(name, base, config, start)."""
     for name in find_targets(model, config.target_modules):
-        replace_layer(model, name, make_layer(name, get_layer(model, name), config, start))
+        base = get_layer(model, name)
+        if parallel.LowRankSeam(base).cut:
+            base.model_config = model.config
+        replace_layer(model, name, make_layer(name, base, config, start))

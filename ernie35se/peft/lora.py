@@ -23,6 +23,7 @@ import paddle
 from paddlenlp.peft.lora.lora_quick_layers import quick_lora
 from paddlenlp.utils.log import logger
 
+from .. import conversion, parallel
 from . import quant
 from .base import (
     AdapterConfig,
@@ -103,6 +104,11 @@ class LoRAConfig(AdapterConfig):
             return 1.0
         return self.lora_alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
+    @property
+    def splits(self) -> bool:
+        """Whether the adapters can be cut with tensor-parallel layers."""
+        return not (self.use_mora or self.weight_quantize_algo)
+
     def name(self) -> str:
         """The name of the method that the switches add up to."""
         if self.lora_use_mixer:
@@ -118,18 +124,20 @@ class LoRALinear(AdapterLinear):
 
     def __init__(self, name, base, config: LoRAConfig, start: bool = True):
         super().__init__(base, config.lora_dropout)
-        self.scaling, self.quick = config.scaling, config.use_quick_lora
-        rank, inside, outside = config.r, self.in_features, self.out_features
+        self.scaling, self.quick = config.scaling, config.use_quick_lora and not self.seam.cut
+        self.name, rank = name, config.r
+        whole = self._whole_weight() if config.pissa and start else None
+        inside, outside = self._whole_shape()
         if config.pissa:
             a, b = (
-                self._top_triplets(name, rank)
+                self._top_triplets(whole, rank)
                 if start
                 else (np.zeros([inside, rank]), np.zeros([rank, outside]))
             )
         else:
             a = kaiming_uniform(config.seed, f"{name}.lora_A", (inside, rank), fan_in=inside)
             b = np.zeros([rank, outside])
-        self.make("lora_A", a)
+        self.make_piece("lora_A", a)
         self.mixers = (
             ["lora_AB", *(f"lora_AB_{i}" for i in range(1, config.mixer_num))]
             if config.lora_use_mixer
@@ -137,14 +145,36 @@ class LoRALinear(AdapterLinear):
         )
         for mixer in self.mixers:
             self.make(mixer, kaiming_uniform(config.seed, f"{name}.{mixer}", (rank, rank), fan_in=rank))
-        self.make("lora_B", b, learning_rate=config.lora_plus_scale)
+        self.make_piece("lora_B", b, learning_rate=config.lora_plus_scale)
         self.starts_from_base = config.pissa
         if config.pissa:  # the base loses exactly this, now and whenever the adapter is loaded
-            self.make("lora_A_start", a, trainable=False)
-            self.make("lora_B_start", b, trainable=False)
+            self.make_piece("lora_A_start", a, trainable=False)
+            self.make_piece("lora_B_start", b, trainable=False)
 
-    def _top_triplets(self, name, rank):
-        u, s, v = top_singular(self.base.weight, rank, name)
+    def _whole_shape(self):
+        degree = parallel.tensor_degree(self.model_config) if self.seam.cut else 1
+        inside, outside = self.in_features, self.out_features
+        return (inside * degree, outside) if self.seam.rows else (inside, outside * degree)
+
+    def _whole_weight(self):
+        if not self.seam.cut:
+            return self.base.weight
+        pieces = parallel.all_pieces(self.model_config, self.base.weight)
+        return conversion.merge(f"{self.name}.weight", pieces, self.model_config)
+
+    def make_piece(self, own, start, **options):
+        """`make` of this rank's piece of `start`."""
+        if not self.seam.cut:
+            return self.make(own, start, **options)
+        config, name = self.model_config, f"{self.name}.{own}"
+        degree, rank = parallel.tensor_degree(config), parallel.tensor_rank(config)
+        parameter = self.make(own, conversion.split(name, start, config, degree, rank), **options)
+        if (cut := conversion.layout(name, config)) is not None:
+            parallel.mark_cut(parameter, cut.axis)
+        return parameter
+
+    def _top_triplets(self, weight, rank):
+        u, s, v = top_singular(weight, rank, self.name)
         root = np.sqrt(s[:rank])
         return u[:, :rank] * root, root[:, None] * v[:rank]
 
@@ -155,10 +185,17 @@ class LoRALinear(AdapterLinear):
         return super().forward(x)
 
     def update(self, x):
-        x = x @ self.lora_A
+        x = self.seam.after_first(x @ self.lora_A)
         for mixer in self.mixers:
             x = x @ getattr(self, mixer)
-        return x @ self.lora_B * self.scaling
+        return self.seam.before_last(x) @ self.lora_B * self.scaling
+
+    @paddle.no_grad()
+    def delta_weight(self):
+        product = self.lora_A  # of a cut layer this rank's rows or columns, as base.weight has them
+        for factor in (*self.mixers, "lora_B"):
+            product = product @ getattr(self, factor)
+        return product * self.scaling
 
     def taken_from_base(self):
         return self.lora_A_start @ self.lora_B_start if self.starts_from_base else None

@@ -66,10 +66,9 @@ NOT_YET = (
 
 # What pretraining has and fine-tuning does not, in the same form.
 NOT_YET_IN_FINETUNING = (
-    ("tensor_parallel_degree", lambda value: value > 1, "tensor parallel is for pretraining only; leave it at 1"),
-    ("pipeline_parallel_degree", lambda value: value > 1, "pipeline stages are for pretraining only; leave it at 1"),
-    ("virtual_pp_degree", lambda value: value > 1, "pipeline stages are for pretraining only; leave it at 1"),
-    ("sequence_parallel", bool, "sequence parallel is for pretraining only; leave it off"),
+    ("pipeline_parallel_degree", lambda value: value > 1, "samples differ in length, and stages exchange one length; leave it at 1"),
+    ("virtual_pp_degree", lambda value: value > 1, "samples differ in length, and stages exchange one length; leave it at 1"),
+    ("sequence_parallel", bool, "samples have lengths that the ranks cannot share evenly; leave it off"),
 )
 
 

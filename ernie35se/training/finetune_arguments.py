@@ -399,6 +399,13 @@ def _reconcile(model, data, training) -> FinetuneSettings:
             "unified_checkpoint has no effect with adapters: their checkpoints are one small file anyway."
         )
         training.unified_checkpoint = False
+    adapter = model.adapter_config()
+    if adapter is not None and training.tensor_parallel_degree > 1 and not adapter.splits:
+        raise SettingError(
+            "tensor_parallel_degree",
+            training.tensor_parallel_degree,
+            f"{adapter.name()} is not made for tensor parallel; SFT, LoRA, rsLoRA, LoRA+, PiSSA, MoSLoRA and LinChain are",
+        )
     if training.merge_weights and (model.method is None or not peft.METHODS[model.method].merges):
         raise SettingError("merge_weights", True, f"{model.method or 'SFT'} has nothing that could be merged")
     return dataclasses.replace(model, **changes), data, training

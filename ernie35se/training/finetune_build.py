@@ -17,6 +17,7 @@ from paddlenlp.utils.log import logger
 
 from .. import (
     auto,  # noqa: F401  makes the Auto classes find this model
+    conversion,
     peft,
 )
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
@@ -235,6 +236,15 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
             "expected a folder "
             "with config.json and weights, or a name that can be downloaded."
         ) from None
+    degree = max(training.tensor_parallel_degree, 1)
+    if degree > 1:
+        if not isinstance(config, Ernie35Config):
+            raise ValueError(
+                f"tensor_parallel_degree = {degree}: fine-tuning cuts Ernie35 only, not {type(config).__name__}; set it to 1"
+            )
+        conversion.check_divides(config, degree)
+        config.tensor_parallel_degree, config.tensor_parallel_rank = degree, max(training.tensor_parallel_rank, 0)
+        config.tensor_parallel_output = False  # accuracy, label smoothing and generation look at all columns
     config.use_flash_attention = arguments.use_flash_attention
     config.recompute_granularity = arguments.recompute_granularity
     if isinstance(config, Ernie35Config):
