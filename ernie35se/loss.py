@@ -7,7 +7,7 @@ import paddle.nn.functional as F
 
 from paddle.autograd import PyLayer
 
-from . import parallel
+from . import cpu_ops, parallel
 
 CHUNK = 1024  # tokens whose logits exist at a time: enough for the matrix products to run at their full speed
 
@@ -95,14 +95,20 @@ class _HeadLoss(PyLayer):
 def _loss_and_gradient(rows, weight, bias, labels, counts, total, tied):
     """Summed loss of some tokens, and the gradient of `sum / total` with respect to their logits (n, V)."""
     scores = paddle.matmul(rows, weight, transpose_y=tied)  # (n, V)
+    share = counts / total  # 0 where ignored
+    targets = paddle.where(counts > 0, labels, paddle.zeros_like(labels))
+    op = cpu_ops.usable(rows, weight)
+    if op is not None:
+        no_bias = paddle.zeros([0])
+        dlogits, loss = op.cpu_cross_entropy_(scores, no_bias if bias is None else bias.detach(), targets.astype("int64"), share)
+        return loss.sum(), dlogits
     if bias is not None:
         scores = scores.add_(bias)
-    targets = paddle.where(counts > 0, labels, paddle.zeros_like(labels)).unsqueeze(-1)
+    targets, share = targets.unsqueeze(-1), share.unsqueeze(-1)
     largest = scores.max(axis=-1, keepdim=True)
     target_scores = paddle.take_along_axis(scores, targets, axis=-1)
     scores = scores.subtract_(largest).exp_()
     normaliser = scores.sum(axis=-1, keepdim=True)
-    share = (counts / total).unsqueeze(-1)  # 0 where ignored
     loss = ((normaliser.log() + largest - target_scores).squeeze(-1) * counts).sum()
     return loss, scores.multiply_(share / normaliser).put_along_axis_(targets, -share, 1, "add")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 logger = logging.getLogger("ernie35se")
 
 OFF_SWITCH = "ERNIE35SE_NO_TUNE"
+CPU_OPS_SWITCH = "ERNIE35SE_CPU_OPS"
 
 _tuned: str | None = None  # what the first call of tune_cpu did
 
@@ -62,6 +63,11 @@ def tune_cpu(device: str | None = None) -> str:
         _tuned = _tune(device)
         logger.info(_tuned)
     return _tuned
+
+
+def wants_cpu_ops() -> bool:
+    """Whether the CPU ops (cpu_ops.py) may run: unless ERNIE35SE_CPU_OPS=0."""
+    return os.environ.get(CPU_OPS_SWITCH, "1") != "0"
 
 
 def _tune(device: str | None) -> str:

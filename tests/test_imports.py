@@ -16,6 +16,7 @@ PACKAGE = ROOT / "ernie35se"
 # A module imports from its own layer and the layers below it. `training` stands for all modules inside it.
 LAYERS = [
     {"runtime", "positions", "configuration", "tokenizer", "data"},
+    {"cpu_ops"},
     {"attention", "norm", "parallel", "loss", "rope", "conversion", "weight_files", "stages", "generation"},
     {"modeling", "modeling_pipe"},
     {"auto", "peft"},

@@ -1,0 +1,54 @@
+"""The CPU ops of external_ops/cpu_ops behind one seam: `usable()` gives the module, or None where the plain form runs.
+
+The only importer of `cpu_ops`. Where the module is missing that is logged once, with the command that builds it; where it
+is broken or another module of that name stands in its way, it is warned of once. ERNIE35SE_CPU_OPS=0 does without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+
+import paddle
+from paddlenlp.utils.log import logger
+
+from . import runtime
+
+FUNCTIONS = ("cpu_cross_entropy_", "cpu_silu_mul")  # what the module has to offer
+
+
+def usable(*tensors: paddle.Tensor):
+    """The module `cpu_ops` where it is there, works, and the tensors are all float32 on CPU; else None."""
+    if not all(t.dtype == paddle.float32 and t.place.is_cpu_place() for t in tensors):
+        return None
+    return _healthy_module() if runtime.wants_cpu_ops() else None
+
+
+@functools.cache
+def _healthy_module():
+    build = f"{sys.executable} -m pip install ./external_ops/cpu_ops --no-build-isolation"
+    path = "(no path)"
+    try:
+        module = importlib.import_module("cpu_ops")
+        path = getattr(module, "__file__", None) or str(list(module.__path__))
+        absent = [name for name in FUNCTIONS if not callable(getattr(module, name, None))]
+        if absent:
+            raise ImportError(f"it has no {' and no '.join(absent)}")
+        ones = paddle.ones([1, 2])
+        if module.cpu_silu_mul(ones, 0 * ones).abs().sum().item() != 0:
+            raise ImportError("silu(1) * 0 is not 0")
+        return module
+    except ModuleNotFoundError as error:
+        if error.name == "cpu_ops":
+            logger.info(f"The CPU ops are not built, so plain Paddle operators run. To build them: {build}")
+            return None
+        reason = error
+    except Exception as error:  # whatever a library of another Paddle, or a file of that name, ends in
+        reason = error
+    lines = str(reason).strip().splitlines() or [""]
+    logger.warning(
+        f"The module cpu_ops that Python finds, {path}, does not work ({type(reason).__name__}: {lines[-1]}), so plain "
+        f"Paddle operators run. Remove or rename it, or build it again: {build}"
+    )
+    return None
