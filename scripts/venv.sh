@@ -1,10 +1,11 @@
 # Sourced by demo.sh, demo_finetune.sh and test.sh: `make_venv` makes .venv and installs the pinned stack of setup.py into it.
-# Afterwards $python is its interpreter and $root the repository. `build_op` then adds the fused LayerNorm op;
+# Afterwards $python is its interpreter and $root the repository. `build_op` then adds the fused LayerNorm op and the CPU ops;
 # `step` runs one command of a demo, unless its result is there.
 #
 #   PYTHON=python3.11          the interpreter to make .venv with (default: the first suitable one on the PATH)
 #   ERNIE35SE_EXTRA=cpu|gpu    which build of Paddle (default cpu; docs/install.md says what gpu needs)
 #   ERNIE35SE_FUSED_LN=0       do without the fused LayerNorm op (docs/fused_ln.md)
+#   ERNIE35SE_CPU_OPS=0        do without the CPU ops (docs/cpu_ops.md)
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python="$root/.venv/bin/python"
@@ -82,9 +83,15 @@ make_venv() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
+# Builds both modules of external_ops into .venv. Sets $fused_ln as build_fused_ln does.
+build_op() {
+    build_fused_ln
+    build_cpu_ops
+}
+
 # Builds the fused LayerNorm op into .venv, where there is a C++ compiler. Sets $fused_ln to 1 where the op is there
 # afterwards, to 0 where it is not.
-build_op() {
+build_fused_ln() {
     local stamp="$root/.venv/fused_ln_built" log="$root/.venv/fused_ln.log" compiler="${CXX:-g++}" wanted
     fused_ln=0
     if [ "${ERNIE35SE_FUSED_LN:-1}" = 0 ]; then
@@ -95,7 +102,7 @@ build_op() {
         say "no C++ compiler (${compiler%% *}): Paddle's own LayerNorm, not the fused op"
         return
     fi
-    wanted=$(cat "$root/external_ops/setup.py" "$root"/external_ops/csrc/* "$root/.venv/installed")
+    wanted=$(cat "$root"/external_ops/*.py "$root"/external_ops/csrc/* "$root/.venv/installed")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
         say "reusing the fused LayerNorm op"
     else
@@ -109,6 +116,30 @@ build_op() {
         printf '%s\n' "$wanted" >"$stamp"
     fi
     fused_ln=1
+}
+
+# Builds the CPU ops into .venv, where there is a C++ compiler. A model finds them by itself.
+build_cpu_ops() {
+    local stamp="$root/.venv/cpu_ops_built" log="$root/.venv/cpu_ops.log" compiler="${CXX:-g++}" wanted
+    local folder="$root/external_ops/cpu_ops"
+    [ -d "$folder" ] || return 0
+    if [ "${ERNIE35SE_CPU_OPS:-1}" = 0 ]; then
+        say "ERNIE35SE_CPU_OPS=0: plain Paddle operators, not the CPU ops"
+        return
+    fi
+    command -v "${compiler%% *}" >/dev/null || return 0
+    wanted=$(cat "$root/external_ops/building.py" "$folder/setup.py" "$folder"/csrc/* "$root/.venv/installed")
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+        say "reusing the CPU ops"
+        return
+    fi
+    rm -f "$stamp"
+    say "building the CPU ops (about half a minute; log in .venv/cpu_ops.log)"
+    if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall "$folder" >"$log" 2>&1; then
+        tail -n 40 "$log" >&2
+        fail "the CPU ops cannot be built, see above and docs/cpu_ops.md; to do without them: ERNIE35SE_CPU_OPS=0 bash $0"
+    fi
+    printf '%s\n' "$wanted" >"$stamp"
 }
 
 # step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.
