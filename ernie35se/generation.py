@@ -462,7 +462,7 @@ class Ernie35GenerationMixin:
                 else:
                     tokens = sample(logits, settings.temperature, settings.top_k, settings.top_p)
                 tokens = self.agreed(tokens)
-                log_p = (logits.take_along_axis(tokens, 1) - log_normaliser(logits)).flatten().tolist()
+                log_p = log_probabilities(logits, tokens, settings.decode_strategy).flatten().tolist()
                 request.append(tokens)
             step = list(zip(rows, request.ids[:, request.length - 1].tolist(), log_p))
             dropped = (yield step) or ()
@@ -554,6 +554,14 @@ def log_normaliser(logits: paddle.Tensor) -> paddle.Tensor:
     """log sum exp of each row, (B, 1), by way of softmax: on CPU Paddle's own logsumexp takes 4 times as
     long, its log_softmax a second."""
     return logits.max(-1, keepdim=True) - F.softmax(logits, axis=-1).max(-1, keepdim=True).log()
+
+
+def log_probabilities(logits: paddle.Tensor, tokens: paddle.Tensor, strategy: str) -> paddle.Tensor:
+    """log softmax at the tokens, (B, 1). Greedy's token is the likeliest, whose probability cannot underflow: its score
+    needs no other pass over the vocabulary than softmax."""
+    if strategy == "greedy_search":
+        return F.softmax(logits, axis=-1).take_along_axis(tokens, 1).log()
+    return logits.take_along_axis(tokens, 1) - log_normaliser(logits)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from model_helpers import build_model, tiny_config
 from paddlenlp.generation import GenerationConfig
 
 from ernie35se import positions
-from ernie35se.generation import KVCache, log_normaliser, sample
+from ernie35se.generation import InPlaceForward, KVCache, Request, log_normaliser, sample
 
 PROMPTS = [
     [5, 6, 7, 8, 9, 10],
@@ -400,3 +400,22 @@ def test_log_normaliser():
     np.testing.assert_allclose(
         log_normaliser(paddle.to_tensor(logits.astype("float32"))).numpy(), expected, rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("settings", [{}, {"parallel_attn_hatf": False}, {"num_hidden_layers": 2}])
+def test_only_a_prompts_last_token_asks_the_last_attention_layer(settings, monkeypatch):
+    """Logits equal the model's own, in a padded batch; the last attention's o_proj sees one token a row."""
+    model = lively_model(**settings)
+    ids, mask = left_padded(PROMPTS)
+    request = Request(model.config, ids, mask, None, 4, None)
+    forward = InPlaceForward(model, request)
+    block = model.ernie.layers[forward.last_attention]
+    projection = (block.self_attn if hasattr(block, "self_attn") else block.self_attn_mlp).o_proj
+    seen, project = [], projection.forward
+    monkeypatch.setattr(projection, "forward", lambda x: seen.append(x.shape[1]) or project(x))
+    with paddle.no_grad():
+        got = forward.logits(request)
+        assert seen == [1] and forward.caches[forward.last_attention].length == ids.shape[1]
+        where = paddle.to_tensor(request.positions[:, : ids.shape[1]])
+        (expected,) = model(ids, position_ids=where, attention_mask=mask)
+    np.testing.assert_allclose(got.numpy(), expected[:, -1].numpy(), rtol=1e-4, atol=1e-4)
