@@ -4,12 +4,15 @@
 Each case runs one and then the other, several times; the table shows the medians, the lowest and the highest.
 Both answer greedily, never end early, and must give the same tokens. PaddleNLP's loop joins a growing cache
 at every step and scores the vocabulary at every position of the prompt, as its models do. The second table is
-the time of a step by context length. """
+the time of a step by context length, greedy and, in rows of their own, with sampling (top_k 3, top_p 0.8); beneath it
+stands the time in which this machine reads every weight of a step once: what a step is bound by as long as the weights
+come from memory. """
 
 from __future__ import annotations
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Sequence
 
@@ -18,6 +21,10 @@ from _common import make_parser, positive, run_tool, write_json
 EXAMPLE = "  python tools/benchmark_generation.py --repeats 5"
 CASES = ((1, 64, 64), (8, 64, 64), (1, 2048, 64))  # batch, tokens of the prompt, new tokens
 CONTEXTS = (64, 256, 1024)
+DECODING = {
+    "greedy": {"decode_strategy": "greedy_search"},
+    "sampling": {"decode_strategy": "sampling", "top_k": 3, "top_p": 0.8},
+}
 
 
 def main(argv: Sequence[str] | None) -> int:
@@ -42,12 +49,14 @@ def main(argv: Sequence[str] | None) -> int:
             f"| {row['batch']} | {row['prompt']} | {row['new']} | {spread(row['theirs'])} | {spread(row['ours'])} | "
             f"{median_ratio(row):.1f} |"
         )
-    steps = [step_times(ours, batch, arguments.repeats) for batch in (1, 8)]
+    steps = [step_times(ours, batch, arguments.repeats, how) for how in DECODING for batch in (1, 8)]
+    floor = floor_time(ours, arguments.repeats)
     print(f"\n| ms a step at context | {' | '.join(map(str, CONTEXTS))} |\n|---|{'---|' * len(CONTEXTS)}")
     for row in steps:
-        print(f"| batch {row['batch']} | {' | '.join(f'{row[str(c)]:.1f}' for c in CONTEXTS)} |")
+        print(f"| batch {row['batch']}, {row['how']} | {' | '.join(f'{row[str(c)]:.1f}' for c in CONTEXTS)} |")
+    print(f"| floor: reading the weights | {' | '.join([f'{floor:.1f}'] * len(CONTEXTS))} |")
     if arguments.output:
-        write_json(arguments.output, {"cases": rows, "steps": steps})
+        write_json(arguments.output, {"cases": rows, "steps": steps, "floor_ms": floor})
     return 0
 
 
@@ -114,15 +123,15 @@ def compare(ours, theirs, batch: int, prompt: int, new: int, repeats: int) -> di
     return {"batch": batch, "prompt": prompt, "new": new, **times}
 
 
-def step_times(model, batch: int, repeats: int) -> dict:
+def step_times(model, batch: int, repeats: int, how: str) -> dict:
     """Median milliseconds of a step just behind a context of each length, prefill not counted."""
     import paddle
 
-    row = {"batch": batch}
+    row = {"batch": batch, "how": how}
     for context in CONTEXTS:
         ids, times = paddle.randint(3, model.config.vocab_size, [batch, context]), []
         steps = model.generate_steps(
-            ids, decode_strategy="greedy_search", max_new_tokens=1 + 4 * repeats, eos_token_id=-1
+            ids, max_new_tokens=1 + 4 * repeats, eos_token_id=-1, **DECODING[how]
         )
         next(steps)
         for _ in range(4 * repeats):
@@ -131,6 +140,27 @@ def step_times(model, batch: int, repeats: int) -> dict:
             times.append(time.perf_counter() - start)
         row[str(context)] = statistics.median(times) * 1000
     return row
+
+
+def floor_time(model, repeats: int) -> float:
+    """Median milliseconds of reading each weight that a step multiplies by once, on all threads. Of the embedding
+    a step reads a row, unless it is tied to the LM head."""
+    import numpy as np
+
+    from ernie35se.runtime import cpu_cores
+
+    embedding = "ernie.embed_tokens.weight"
+    skipped = () if model.config.tie_word_embeddings else (embedding,)
+    weights = [p for name, p in model.named_parameters() if p.ndim == 2 and name not in skipped]
+    whole = np.concatenate([p.numpy().ravel() for p in weights])
+    cores = cpu_cores()
+    parts, times = np.array_split(whole, cores), []
+    with ThreadPoolExecutor(cores) as pool:
+        for _ in range(4 * repeats):
+            start = time.perf_counter()
+            list(pool.map(lambda part: np.dot(part, part), parts))  # numpy lets other threads run meanwhile
+            times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1000
 
 
 def spread(times: list) -> str:

@@ -154,4 +154,8 @@ def test_the_benchmark_compares_loops_that_agree(folder, tmp_path, monkeypatch, 
     assert benchmark_generation.main(words) == 0
     (case,) = json.loads((tmp_path / "times.json").read_text())["cases"]
     assert len(case["theirs"]) == len(case["ours"]) == 2 and min(case["theirs"] + case["ours"]) > 0
-    assert "| 2 | 5 | 4 |" in capsys.readouterr().out
+    written, printed = json.loads((tmp_path / "times.json").read_text()), capsys.readouterr().out
+    assert "| 2 | 5 | 4 |" in printed and "| floor: reading the weights |" in printed
+    rows = [(row["batch"], row["how"]) for row in written["steps"]]
+    assert rows == [(1, "greedy"), (8, "greedy"), (1, "sampling"), (8, "sampling")] and written["floor_ms"] > 0
+    assert min(row[context] for row in written["steps"] for context in ("8", "16")) > 0
