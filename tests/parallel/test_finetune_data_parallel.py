@@ -24,7 +24,7 @@ def losses(output: Path) -> list[float]:
     return [record["loss"] for record in history if "loss" in record]
 
 
-@pytest.mark.parametrize("sharding", ["", "stage1"])
+@pytest.mark.parametrize("sharding", ["", "stage1", "stage2"])
 def test_two_data_ranks_equal_one_process(sharding, tmp_path):
     base = write_base(tmp_path / "base", enable_random_position_ids=False)
     data = tmp_path / "data"

@@ -1,0 +1,50 @@
+"""The fine-tuning launch scripts with a tiny model on two CPU processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT / "tests" / "training")]
+
+from finetune_run import write_base, write_records  # noqa: E402
+from launching import environment, run_group  # noqa: E402
+
+from ernie35se import peft  # noqa: E402
+from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
+
+SHORT = (
+    "--max_steps 2 --src_length 24 --max_length 48 --logging_steps 1 --warmup_steps 0 --use_flash_attention false "
+    "--use_fused_ln false --report_to none --gradient_accumulation_steps 1"
+).split()
+RUNS = {"sft_3b.sh": [], "lora_3b.sh": ["--tensor_parallel_degree", "2"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", RUNS)
+def test_a_launch_script_trains_and_leaves_what_one_device_loads(script, tmp_path):
+    output = tmp_path / "output"
+    variables = {
+        "DEVICE": "cpu",
+        "NPROC": "2",
+        "MODEL": str(write_base(tmp_path / "base", num_attention_heads=4)),
+        "DATA": str(write_records(tmp_path / "data")),
+        "OUTPUT_DIR": str(output),
+        "LOG_DIR": str(tmp_path / "log"),
+        "PYTHON": sys.executable,
+    }
+    command = ["bash", str(ROOT / "scripts" / "launch" / script), *SHORT, *RUNS[script]]
+    status = run_group(command, tmp_path / "out", 180, cwd=tmp_path, env={**environment(), **variables})
+    log = tmp_path / "log" / "workerlog.0"
+    assert status == 0, (log if log.is_file() else tmp_path / "out").read_text(errors="replace")[-3000:]
+    assert math.isfinite(json.loads((output / "all_results.json").read_text())["train_loss"])
+    if script == "lora_3b.sh":
+        peft.load(Ernie35ForCausalLM.from_pretrained(str(tmp_path / "base")), output)
+    else:
+        Ernie35ForCausalLM.from_pretrained(str(output))
