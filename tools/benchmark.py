@@ -1,114 +1,70 @@
-"""Measure speed as ratios, both sides in one run, step by step in turn, so that a busy machine slows both.
+"""Measure speed and memory as ratios, both sides in one run and in turn, so that a busy machine slows both.
 
-    python tools/benchmark.py tuning
+    python tools/benchmark.py all --json benchmarks.json --chart benchmarks.png
+    python tools/benchmark.py train --profile
+    python tools/benchmark.py all --resume --json benchmarks.json    only the groups that the file lacks
+    python tools/benchmark.py page --json docs/benchmarks.json       renew docs/benchmarks.md, measuring nothing
 
-tuning: a training step (forward, backward, clipping, AdamW) of ernie/tiny-random-ernie with the CPU settings of
-        ernie35se.runtime and without them, each side in a process of its own.
+Each group's rows are written to the JSON file as soon as it is done. docs/benchmarks.md says how to read them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))
 
+from _common import write_json
+
+from benchmarks import measure, preparation, report, training
+from benchmarks.workers import Workers
 from ernie35se.runtime import OFF_SWITCH
 
-WORKER = "--as-worker"
+
+def decode(options: measure.Options):
+    """tools/benchmark_generation.py's figures as rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "decode.json"
+        words = [sys.executable, ROOT / "tools" / "benchmark_generation.py", "--repeats", 1 if options.toy else options.rounds]
+        measure.run_successfully([*words, "--output", path])
+        found = json.loads(path.read_text(encoding="utf-8"))
+    for case in found["cases"]:
+        sides = {"PaddleNLP's loop": measure.spread(case["theirs"]), "ours": measure.spread(case["ours"])}
+        check = measure.Check("PaddleNLP's loop / ours", measure.ratios(case["theirs"], case["ours"]))
+        yield measure.Row(f"generate, {case['batch']} x {case['prompt']}, {case['new']} new", "s", sides, [check])
+    for row in found["steps"]:
+        times = {int(context): [value] for context, value in row.items() if context.isdigit()}
+        yield training.growth_row(f"decoding step against context, batch {row['batch']}", "ms", times)
 
 
-class Worker:
-    """A process that does one training step each time it is asked, and says how long it took."""
-
-    def __init__(self, environment: dict, batch: int, length: int):
-        command = [sys.executable, __file__, WORKER, str(batch), str(length)]
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        for line in self.process.stdout:  # libraries print too
-            if line.startswith("seconds "):
-                return float(line.split()[1])
-        raise RuntimeError(f"a worker ended with status {self.process.wait()}; run: {' '.join(self.process.args)}")
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def work(batch: int, length: int) -> None:
-    """Do a training step for each line on stdin; print its seconds."""
-    import time
-
-    from ernie35se.runtime import tune_cpu
-
-    tune_cpu("cpu")
-    import paddle
-
-    from ernie35se.configuration import Ernie35Config
-    from ernie35se.modeling import Ernie35ForCausalLM
-
-    paddle.set_device("cpu")
-    config = Ernie35Config.from_pretrained("ernie/tiny-random-ernie")
-    model = Ernie35ForCausalLM(config)
-    model.train()
-    clip = paddle.nn.ClipGradByGlobalNorm(1.0)
-    optimizer = paddle.optimizer.AdamW(1e-4, parameters=model.parameters(), grad_clip=clip)
-    ids = paddle.randint(3, config.vocab_size, [batch, length])
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        loss, _ = model(ids, labels=ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.clear_grad()
-        loss.item()
-        print(f"seconds {time.perf_counter() - start}", flush=True)
+GROUPS = {
+    "train": training.train, "long": training.long, "memory": training.memory, "growth": training.growth, "decode": decode,
+    "data": preparation.data, "index": preparation.index, "loader": preparation.loader, "startup": preparation.startup,
+}  # fmt: skip
 
 
 def tuning(rounds: int, batch: int, length: int) -> dict:
     """Medians of a step with and without the CPU settings, and their ratio."""
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "KMP_"))}
-    workers = {"tuned": Worker({**plain, OFF_SWITCH: "0"}, batch, length), "plain": Worker({**plain, OFF_SWITCH: "1"}, batch, length)}
-    times = {name: [] for name in workers}
-    try:
-        for turn in range(rounds + 1):
-            for name, worker in workers.items():
-                seconds = worker.step()
-                if turn:  # the first step allocates
-                    times[name].append(seconds)
-    finally:
-        for worker in workers.values():
-            worker.close()
+    with Workers() as workers:
+        sides = {
+            name: workers.start("ours", {OFF_SWITCH: off}, batch=batch, length=length)
+            for name, off in (("tuned", "0"), ("plain", "1"))
+        }
+        found = measure.in_turn({name: lambda w=w: w.ask("step") for name, w in sides.items()}, rounds)
+    times = {name: values["seconds"] for name, values in found.items()}
     medians = {name: statistics.median(values) for name, values in times.items()}
     spread = {name: [min(values), max(values)] for name, values in times.items()}
     ratios = [p / t for p, t in zip(times["plain"], times["tuned"])]
     return {"seconds": medians, "range": spread, "ratio": statistics.median(ratios), "rounds": rounds, "batch": batch, "length": length}
 
 
-def main() -> int:
-    if sys.argv[1:2] == [WORKER]:
-        work(*map(int, sys.argv[2:4]))
-        return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("what", choices=["tuning"], help="what is measured")
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each side (default 5), after one that is not counted")
-    parser.add_argument("--batch", type=int, default=2, help="samples a step (default 2)")
-    parser.add_argument("--length", type=int, default=256, help="tokens a sample (default 256)")
-    parser.add_argument("--json", metavar="FILE", help="write the numbers there too")
-    arguments = parser.parse_args()
-    if min(arguments.rounds, arguments.batch, arguments.length) < 1:
-        parser.error("rounds, batch and length must be at least 1")
+def print_tuning(arguments) -> int:
     result = tuning(arguments.rounds, arguments.batch, arguments.length)
     print(f"training step of ernie/tiny-random-ernie, {arguments.batch} x {arguments.length} tokens, median of {arguments.rounds}")
     for name, seconds in result["seconds"].items():
@@ -116,8 +72,70 @@ def main() -> int:
         print(f"  {name:<8} {seconds:7.2f} s   ({low:.2f} to {high:.2f})")
     print(f"  ratio    {result['ratio']:7.2f}")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(arguments.json, result)
     return 0
+
+
+def run_groups(names: list[str], options: measure.Options, results: dict, json_file: Path | None) -> int:
+    """Measure groups into `results`; one that fails is told and does not stop the others. Returns the exit status."""
+    status = 0
+    for name in names:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        rows = []
+        try:
+            rows = [row.as_json() for row in GROUPS[name](options)]
+        except (RuntimeError, ValueError, OSError) as error:
+            print(f"benchmark.py: {name}: {error}", file=sys.stderr)
+            status = 1
+            continue
+        results["groups"][name] = {"machine": measure.machine(), "full": options.full, "rows": rows}
+        print(report.table({"groups": {name: results["groups"][name]}}), flush=True)
+        if json_file:
+            write_json(json_file, results)
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("what", choices=[*GROUPS, "all", "tuning", "page"], help="what is measured")
+    parser.add_argument("--rounds", type=int, default=5, help="times each side runs (default 5), after one that is not counted")
+    parser.add_argument("--batch", type=int, default=2, help="samples a step (default 2)")
+    parser.add_argument("--length", type=int, default=256, help="tokens a sample (default 256)")
+    parser.add_argument("--profile", action="store_true", help="train: also print where the step's time goes")
+    parser.add_argument("--full", action="store_true", help="add 1 GB of text, a 4 GB token file and length 8192")
+    parser.add_argument("--resume", action="store_true", help="keep the groups that the --json file holds, measure the others")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the numbers there; groups in it that are not measured stay")
+    parser.add_argument("--chart", metavar="FILE", type=Path, help="draw the figures that have targets (PNG)")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it runs; the figures mean nothing")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if min(arguments.rounds, arguments.batch, arguments.length) < 1:
+        parser.error("rounds, batch and length must be at least 1")
+    if arguments.profile and arguments.what != "train":
+        parser.error(f"--profile goes with train, not with {arguments.what}")
+    if (arguments.resume or arguments.what == "page") and arguments.json is None:
+        parser.error("--resume and page read the file that --json names; give one")
+    if arguments.what == "tuning":
+        return print_tuning(arguments)
+    results = {"groups": {}}
+    if arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text(encoding="utf-8"))
+    if arguments.what == "page":
+        report.renew(ROOT / "docs" / "benchmarks.md", results)
+        return 0
+    options = measure.Options(arguments.rounds, arguments.batch, arguments.length, arguments.full, arguments.toy)
+    names = list(GROUPS) if arguments.what == "all" else [arguments.what]
+    names = [name for name in names if not (arguments.resume and name in results["groups"])]
+    status = run_groups(names, options, results, arguments.json)
+    if arguments.profile:
+        print(training.profile(options))
+    if arguments.chart:
+        report.chart(results, arguments.chart)
+    return status
 
 
 if __name__ == "__main__":
