@@ -66,3 +66,16 @@ def test_it_prints_a_table(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "layouts fit" in lines[0] and len(lines) == 4
     assert Path(plan_parallel.__file__).name == "plan_parallel.py"
+
+
+def test_it_agrees_with_the_rules_of_the_parallel_page():
+    def best(devices):
+        choices = plan_parallel.suggest(CONFIG, options(devices=devices, global_batch=512))
+        flat = [c for c in choices if c.plan.tensor_parallel == c.plan.pipeline_parallel == 1]
+        return choices[0], flat[0]
+
+    first, flat = best(8)
+    assert first == flat and first.plan.sharding_stage == 2
+    first, flat = best(64)
+    assert 1 < first.plan.pipeline_parallel <= 8 and first.plan.virtual > 1
+    assert first.seconds < flat.seconds < 1.2 * first.seconds
