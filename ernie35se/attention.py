@@ -32,6 +32,7 @@ class AttentionInputs(NamedTuple):
     use_cache: bool = False
     need_weights: bool = False
     recompute_core: bool = False
+    last_only: bool = False  # the core answers the last query alone, and only that token goes on
 
 
 def eager_attention(query, key, value, mask=None, need_weights=False):

@@ -199,7 +199,7 @@ class InPlaceForward:
         x = trunk.embed_tokens(tokens)  # (B, T, C)
         for number, (block, cache) in enumerate(zip(trunk.layers, self.caches)):
             if first and number == self.last_attention:
-                shared = shared._replace(core=self._last_query_core(request))
+                shared = shared._replace(core=self._last_query_core(request), last_only=True)
             x, _, _ = block(x, cache, shared)
         return self.model.lm_logits(trunk.norm(x))[:, 0]
 

@@ -97,16 +97,14 @@ def split_heads(x, width: int, shared: AttentionInputs):
     return x.reshape([shared.batch, -1, x.shape[-1] // width, width])
 
 
-def as_rows(context, rows: list[int]):
-    """(B, T, H, D) -> (B, T, C), or (B T, C) where the state's `rows` are (B T,). Fewer tokens than the state has, (B, t, H,
-    D) -> (B, t, C), where generation asks its core for the last ones only."""
-    fewer = len(rows) == 2 and context.shape[1] != rows[1]
-    return context.flatten(2) if fewer else context.reshape([*rows, -1])
+def as_rows(context, rows: list[int], shared: AttentionInputs):
+    """(B, T, H, D) -> (B, T, C), or (B T, C) where the state's `rows` are (B T,)."""
+    return context.flatten(2) if shared.last_only else context.reshape([*rows, -1])
 
 
-def last_tokens(x, like):
-    """x, (B, T, W), cut to the last t tokens of `like`, (B, t, C)."""
-    return x if x.shape[:-1] == like.shape[:-1] else x[:, -like.shape[1] :]
+def last_tokens(x, shared: AttentionInputs):
+    """x, (B, T, W), cut to its last token where generation goes on with that one alone."""
+    return x[:, -1:] if shared.last_only else x
 
 
 def attend(query, key, value, past, shared: AttentionInputs):
@@ -151,7 +149,7 @@ class Attention(nn.Layer):
         rows = query.shape[:-1]
         query, key, value = (split_heads(y, self.head_dim, shared) for y in (query, key, value))  # (B, T, H, D)
         context, present, weights = attend(query, key, value, past, shared)
-        return self.o_proj(as_rows(context, rows)), present, weights
+        return self.o_proj(as_rows(context, rows, shared)), present, weights
 
 
 class ParallelAttentionMLP(nn.Layer):
@@ -176,8 +174,8 @@ class ParallelAttentionMLP(nn.Layer):
         qkv, gate, up = fused.split([qkv_width, ffn_width, ffn_width], axis=-1)
         query, key, value = split_heads(qkv, 3 * self.head_dim, shared).chunk(3, axis=-1)  # (B, T, H, D)
         context, present, weights = attend(query, key, value, past, shared)
-        context = as_rows(context, gate.shape[:-1])  # (B, T, C)
-        gate, up = last_tokens(gate, context), last_tokens(up, context)
+        context = as_rows(context, gate.shape[:-1], shared)  # (B, T, C)
+        gate, up = last_tokens(gate, shared), last_tokens(up, shared)
         return self.o_proj(paddle.concat([F.silu(gate) * up, context], axis=-1)), present, weights
 
 
@@ -205,7 +203,7 @@ class HeadBlock(nn.Layer):
 
     def forward(self, x, past, shared):
         update, present, weights = self.self_attn(self.input_layernorm(x), past, shared)
-        return last_tokens(x, update) + update, present, weights
+        return last_tokens(x, shared) + update, present, weights
 
 
 class FusedBlock(nn.Layer):
@@ -218,7 +216,7 @@ class FusedBlock(nn.Layer):
 
     def forward(self, x, past, shared):
         update, present, weights = self.self_attn_mlp(self.input_layernorm(x), past, shared)
-        return last_tokens(x, update) + update, present, weights
+        return last_tokens(x, shared) + update, present, weights
 
 
 class TailBlock(nn.Layer):
