@@ -7,7 +7,7 @@
 #
 # Flags at the end override the settings of CONFIG. Every process writes its log to LOG_DIR/workerlog.N.
 set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh" # DEVICE, NPROC, NNODES, MASTER, PYTHON
 
 CONFIG=${CONFIG:-$root/configs/pretrain/3b_stage2.json}     # or configs/pretrain/3b_stage2_throughput.json
 MODEL=${MODEL:-baidu/ernie-3.5-se-3b}                       # a built-in name, or a folder with config.json
@@ -15,11 +15,6 @@ TOKENIZER=${TOKENIZER:-}                                    # a folder; empty: t
 INPUT_DIR=${INPUT_DIR:-./data}                              # a folder of token files, a prefix, or weights and prefixes
 OUTPUT_DIR=${OUTPUT_DIR:-./output/pretrain_3b_stage2}
 LOG_DIR=${LOG_DIR:-./log/pretrain_3b_stage2}
-DEVICE=${DEVICE:-gpu}
-NPROC=${NPROC:-8}                                           # processes here, one a GPU; CUDA_VISIBLE_DEVICES wins
-NNODES=${NNODES:-1}                                         # more than one: set MASTER on each machine
-MASTER=${MASTER:-}                                          # address:port of the first machine
-PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python)}
 
 settings=("$CONFIG" --model_name_or_path "$MODEL" ${TOKENIZER:+--tokenizer_name_or_path "$TOKENIZER"}
     --input_dir "$INPUT_DIR" --output_dir "$OUTPUT_DIR")
@@ -29,14 +24,4 @@ case " $* " in
     *" --dry_run"[\ =]*) exec "$PYTHON" "$root/scripts/run_pretrain.py" "${settings[@]}" --device "$DEVICE" "$@" ;;
 esac
 
-if [ "$DEVICE" = gpu ]; then
-    gpus=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((NPROC - 1)))}
-    places=(--devices "$gpus")
-    NPROC=$(awk -F, '{print NF}' <<<"$gpus")
-else
-    places=(--nproc_per_node "$NPROC")
-fi
-echo "logs: $LOG_DIR/workerlog.0 to workerlog.$((NPROC - 1)); output: $OUTPUT_DIR"
-exec "$PYTHON" -m paddle.distributed.launch "${places[@]}" --log_dir "$LOG_DIR" \
-    --nnodes "$NNODES" ${MASTER:+--master "$MASTER"} \
-    "$root/scripts/run_pretrain.py" "${settings[@]}" --device "$DEVICE" "$@"
+launch "$root/scripts/run_pretrain.py" "${settings[@]}" --device "$DEVICE" "$@"
