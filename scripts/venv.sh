@@ -83,63 +83,42 @@ make_venv() {
     printf '%s\n' "$wanted" >"$stamp"
 }
 
-# Builds both modules of external_ops into .venv. Sets $fused_ln as build_fused_ln does.
+# Builds both modules of external_ops into .venv. Sets $fused_ln to 1 where the fused LayerNorm is there afterwards, to 0
+# where it is not; the CPU ops a model finds by itself.
 build_op() {
-    build_fused_ln
-    build_cpu_ops
+    local ops="$root/external_ops"
+    build_module fused_ln "$ops" ERNIE35SE_FUSED_LN "the fused LayerNorm op" "Paddle's own LayerNorm, not the fused op"
+    fused_ln=$built
+    build_module cpu_ops "$ops/cpu_ops" ERNIE35SE_CPU_OPS "the CPU ops" "plain Paddle operators, not the CPU ops"
 }
 
-# Builds the fused LayerNorm op into .venv, where there is a C++ compiler. Sets $fused_ln to 1 where the op is there
-# afterwards, to 0 where it is not.
-build_fused_ln() {
-    local stamp="$root/.venv/fused_ln_built" log="$root/.venv/fused_ln.log" compiler="${CXX:-g++}" wanted
-    fused_ln=0
-    if [ "${ERNIE35SE_FUSED_LN:-1}" = 0 ]; then
-        say "ERNIE35SE_FUSED_LN=0: Paddle's own LayerNorm, not the fused op"
+# build_module NAME FOLDER SWITCH WHAT INSTEAD: builds a module into .venv, unless the variable SWITCH is 0 or there is no C++
+# compiler. Sets $built to 1 where it is there afterwards, to 0 where it is not.
+build_module() {
+    local name=$1 folder=$2 switch=$3 what=$4 instead=$5
+    local stamp="$root/.venv/${name}_built" log="$root/.venv/$name.log" compiler="${CXX:-g++}" wanted
+    built=0
+    if [ "${!switch:-1}" = 0 ]; then
+        say "$switch=0: $instead"
         return
     fi
     if ! command -v "${compiler%% *}" >/dev/null; then
-        say "no C++ compiler (${compiler%% *}): Paddle's own LayerNorm, not the fused op"
+        say "no C++ compiler (${compiler%% *}): $instead"
         return
     fi
-    wanted=$(cat "$root"/external_ops/*.py "$root"/external_ops/csrc/* "$root/.venv/installed")
+    wanted=$(cat "$root"/external_ops/*.py "$folder/setup.py" "$folder"/csrc/* "$root/.venv/installed")
     if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-        say "reusing the fused LayerNorm op"
+        say "reusing $what"
     else
         rm -f "$stamp"
-        say "building the fused LayerNorm op (about half a minute; log in .venv/fused_ln.log)"
-        if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall "$root/external_ops" >"$log" 2>&1; then
+        say "building $what (about half a minute; log in .venv/$name.log)"
+        if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall "$folder" >"$log" 2>&1; then
             tail -n 40 "$log" >&2
-            fail "the fused LayerNorm op cannot be built, see above and docs/fused_ln.md; to do without it:" \
-                "ERNIE35SE_FUSED_LN=0 bash $0"
+            fail "$what cannot be built, see above and docs/$name.md; to do without: $switch=0 bash $0"
         fi
         printf '%s\n' "$wanted" >"$stamp"
     fi
-    fused_ln=1
-}
-
-# Builds the CPU ops into .venv, where there is a C++ compiler. A model finds them by itself.
-build_cpu_ops() {
-    local stamp="$root/.venv/cpu_ops_built" log="$root/.venv/cpu_ops.log" compiler="${CXX:-g++}" wanted
-    local folder="$root/external_ops/cpu_ops"
-    [ -d "$folder" ] || return 0
-    if [ "${ERNIE35SE_CPU_OPS:-1}" = 0 ]; then
-        say "ERNIE35SE_CPU_OPS=0: plain Paddle operators, not the CPU ops"
-        return
-    fi
-    command -v "${compiler%% *}" >/dev/null || return 0
-    wanted=$(cat "$root/external_ops/building.py" "$folder/setup.py" "$folder"/csrc/* "$root/.venv/installed")
-    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
-        say "reusing the CPU ops"
-        return
-    fi
-    rm -f "$stamp"
-    say "building the CPU ops (about half a minute; log in .venv/cpu_ops.log)"
-    if ! "$python" -m pip install --no-build-isolation --no-deps --force-reinstall "$folder" >"$log" 2>&1; then
-        tail -n 40 "$log" >&2
-        fail "the CPU ops cannot be built, see above and docs/cpu_ops.md; to do without them: ERNIE35SE_CPU_OPS=0 bash $0"
-    fi
-    printf '%s\n' "$wanted" >"$stamp"
+    built=1
 }
 
 # step FILE WHAT COMMAND...: runs the command, unless FILE, which it writes at its end, exists.

@@ -155,7 +155,7 @@ esac
 
 def build(checkout: Path, **settings: str) -> subprocess.CompletedProcess:
     command = 'set -euo pipefail; source scripts/venv.sh; make_venv; build_op; echo "fused_ln=$fused_ln"'
-    return bash("-c", command, cwd=checkout, **settings)
+    return bash("-c", command, cwd=checkout, **{"ERNIE35SE_CPU_OPS": "0", **settings})
 
 
 @pytest.fixture
@@ -181,6 +181,15 @@ def test_the_op_is_built_once_for_its_sources(with_op):
     with (with_op / "external_ops" / "csrc" / "ln_cpu.cc").open("a") as file:
         file.write("// changed\n")
     assert build(with_op, CXX=compiler).returncode == 0 and len(installs(with_op)) == 2
+
+
+def test_the_cpu_ops_are_built_beside_it_once(with_op):
+    shutil.copytree(ROOT / "external_ops" / "cpu_ops", with_op / "external_ops" / "cpu_ops")
+    settings = {"CXX": f"{with_op}/bin/compiler", "ERNIE35SE_CPU_OPS": "1"}
+    assert build(with_op, **settings).returncode == 0
+    assert [line.rpartition("/")[2] for line in installs(with_op)] == ["external_ops", "cpu_ops"]
+    done = build(with_op, **settings)
+    assert "reusing the CPU ops" in done.stdout and done.stdout.endswith("fused_ln=1\n") and len(installs(with_op)) == 2
 
 
 def test_no_compiler_means_no_op_and_is_said(with_op):
