@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 
 import paddle
@@ -28,10 +29,8 @@ def usable(*tensors: paddle.Tensor):
 @functools.cache
 def _healthy_module():
     build = f"{sys.executable} -m pip install ./external_ops/cpu_ops --no-build-isolation"
-    path = "(no path)"
     try:
         module = importlib.import_module("cpu_ops")
-        path = getattr(module, "__file__", None) or str(list(module.__path__))
         absent = [name for name in FUNCTIONS if not callable(getattr(module, name, None))]
         if absent:
             raise ImportError(f"it has no {' and no '.join(absent)}")
@@ -46,9 +45,10 @@ def _healthy_module():
         reason = error
     except Exception as error:  # whatever a library of another Paddle, or a file of that name, ends in
         reason = error
-    lines = str(reason).strip().splitlines() or [""]
+    found = sys.modules.get("cpu_ops")
+    path = runtime.module_path(importlib.util.find_spec("cpu_ops") if found is None else found.__spec__)
     logger.warning(
-        f"The module cpu_ops that Python finds, {path}, does not work ({type(reason).__name__}: {lines[-1]}), so plain "
+        f"The module cpu_ops that Python finds, {path}, does not work ({runtime.last_words(reason)}), so plain "
         f"Paddle operators run. Remove or rename it, or build it again: {build}"
     )
     return None

@@ -15,6 +15,7 @@ import paddle
 from paddle import nn
 
 from .configuration import Ernie35Config
+from .runtime import last_words, module_path
 
 FUNCTIONS = ("fused_ln", "fused_add_ln")  # what the module has to offer
 
@@ -52,7 +53,7 @@ def usable_op(device: str) -> ModuleType:
         ValueError: says which of missing, broken, shadowed or failing it is, and how to mend it.
     """
     op = _import_op()
-    path = _path_of(op.__spec__)
+    path = module_path(op.__spec__)
     absent = [name for name in FUNCTIONS if not callable(getattr(op, name, None))]
     if absent:
         raise _refusal(
@@ -64,7 +65,7 @@ def usable_op(device: str) -> ModuleType:
         row, parameter = paddle.zeros([1, 2], dtype="float32"), paddle.ones([2], dtype="float32")
         op.fused_ln(row, parameter, parameter, 1e-5)
     except Exception as error:  # whatever Paddle makes of an op it cannot run
-        raise _refusal(f"the op {path} does not run on {device}: {_told(error)}", "") from error
+        raise _refusal(f"the op {path} does not run on {device}: {last_words(error)}", "") from error
     return op
 
 
@@ -80,8 +81,8 @@ def _import_op() -> ModuleType:
 
 
 def _broken(error: Exception) -> ValueError:
-    path = _path_of(importlib.util.find_spec("fused_ln"))
-    return _refusal(f"the module fused_ln that Python finds, {path}, cannot be imported: {_told(error)}", "remove that")
+    path = module_path(importlib.util.find_spec("fused_ln"))
+    return _refusal(f"the module fused_ln that Python finds, {path}, cannot be imported: {last_words(error)}", "remove that")
 
 
 def _refusal(what: str, first: str) -> ValueError:
@@ -91,16 +92,3 @@ def _refusal(what: str, first: str) -> ValueError:
         f"fuse_ln is on (--use_fused_ln), but {what}. Mend it: {steps} in the repository with "
         f"`{build}` (docs/fused_ln.md), or set fuse_ln to false."
     )
-
-
-def _told(error: Exception) -> str:
-    """The error's own words; its last line, because Paddle puts a stack of C++ calls before it."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
-
-
-def _path_of(spec) -> str:
-    """Where a module comes from; a folder without __init__.py has no file, only search locations."""
-    if spec is None:
-        return "(no path)"
-    return spec.origin if spec.origin not in (None, "namespace") else ", ".join(spec.submodule_search_locations or [])

@@ -70,6 +70,19 @@ def wants_cpu_ops() -> bool:
     return os.environ.get(CPU_OPS_SWITCH, "1") != "0"
 
 
+def module_path(spec) -> str:
+    """Where a module comes from, by its import spec; a folder without __init__.py has no file, only search locations."""
+    if spec is None:
+        return "(no path)"
+    return spec.origin if spec.origin not in (None, "namespace") else ", ".join(spec.submodule_search_locations or [])
+
+
+def last_words(error: Exception) -> str:
+    """The error's own words; its last line, because Paddle puts a stack of C++ calls before it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
+
+
 def _tune(device: str | None) -> str:
     if os.environ.get(OFF_SWITCH, "0") not in ("", "0"):
         return f"CPU left as it is ({OFF_SWITCH}={os.environ[OFF_SWITCH]})"

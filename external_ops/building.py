@@ -104,7 +104,7 @@ def build(module, folder, description, sources, cxx_flags=("-O2",), cuda_sources
             sources=[*sources, *(cuda_sources if with_cuda else [])],
             include_dirs=[str(Path(folder) / "csrc")],
             extra_compile_args=flags,
-            extra_link_args=[*openmp_flags(), "-ldl"],
+            extra_link_args=openmp_flags(),
         ),
         cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
     )

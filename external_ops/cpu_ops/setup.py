@@ -1,4 +1,4 @@
-"""Builds and installs the module `cpu_ops`: what makes training and decoding fast on CPU (docs/cpu_ops.md).
+"""Builds and installs the module `cpu_ops`: ops for training on CPU (docs/cpu_ops.md).
 
     pip install ./external_ops/cpu_ops --no-build-isolation     from the repository
     python setup.py build_ext --inplace                         in this folder: leaves the module beside this file
@@ -21,7 +21,7 @@ if __name__ == "__main__":
     build(
         "cpu_ops",
         HERE,
-        "Attention, LM head with cross entropy, linear layers, AdamW and decoding on CPU, for PaddlePaddle",
+        "Softmax cross entropy in place, and silu(gate) * up, on CPU, for PaddlePaddle",
         sources=sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cc")),
         cxx_flags=["-O3", "-fno-math-errno", "-fno-trapping-math"],
     )

@@ -83,10 +83,4 @@ inline Tensor empty(const Shape& shape, DataType dtype = DataType::FLOAT32) {
   return made;
 }
 
-inline Tensor zeros_like(const Tensor& tensor) {
-  Tensor made = empty(tensor.shape());
-  std::memset(made.data(), 0, made.numel() * sizeof(float));
-  return made;
-}
-
 }  // namespace cpu_ops

@@ -44,10 +44,3 @@ inline float row_exp(float* x, int64_t n, float shift) {
   }
   return sum;
 }
-
-inline float dot(const float* a, const float* b, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
