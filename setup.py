@@ -45,6 +45,7 @@ EXTRAS = {
         "openai>=3.63,<4",
         "playwright>=1.65,<2",
     ],
+    "bench": ["torch==2.13.0"],  # what tools/benchmark.py compares with
 }
 
 

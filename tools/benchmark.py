@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -40,7 +39,7 @@ def decode(options: measure.Options):
         yield measure.Row(f"generate, {case['batch']} x {case['prompt']}, {case['new']} new", "s", sides, [check])
     for row in found["steps"]:
         times = {int(context): [value] for context, value in row.items() if context.isdigit()}
-        yield training.growth_row(f"decoding step against context, batch {row['batch']}", "ms", times)
+        yield training.growth_row(f"decoding step against context, batch {row['batch']}, {row['how']}", "ms", times)
 
 
 GROUPS = {
@@ -57,11 +56,10 @@ def tuning(rounds: int, batch: int, length: int) -> dict:
             for name, off in (("tuned", "0"), ("plain", "1"))
         }
         found = measure.in_turn({name: lambda w=w: w.ask("step") for name, w in sides.items()}, rounds)
-    times = {name: values["seconds"] for name, values in found.items()}
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    spread = {name: [min(values), max(values)] for name, values in times.items()}
-    ratios = [p / t for p, t in zip(times["plain"], times["tuned"])]
-    return {"seconds": medians, "range": spread, "ratio": statistics.median(ratios), "rounds": rounds, "batch": batch, "length": length}
+    times = {name: measure.spread(values["seconds"]) for name, values in found.items()}
+    ratio = measure.ratios(found["plain"]["seconds"], found["tuned"]["seconds"]).median
+    medians, ranges = {n: t.median for n, t in times.items()}, {n: [t.low, t.high] for n, t in times.items()}
+    return {"seconds": medians, "range": ranges, "ratio": ratio, "rounds": rounds, "batch": batch, "length": length}
 
 
 def print_tuning(arguments) -> int:

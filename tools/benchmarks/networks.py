@@ -8,7 +8,7 @@ from collections import defaultdict
 import paddle
 from paddle import nn
 
-from ernie35se import modeling
+from ernie35se import cpu_ops, modeling
 from ernie35se.attention import eager_attention
 from ernie35se.configuration import Ernie35Config
 
@@ -36,7 +36,7 @@ def block_stack(config: Ernie35Config, blocks: str) -> list[nn.Layer]:
     return [kind(config) for _ in range(config.num_hidden_layers) for kind in kinds]
 
 
-def optimizer(model: nn.Layer, plain: bool):
+def optimizer(model: nn.Layer):
     """AdamW with clipping of the global norm."""
     clip = nn.ClipGradByGlobalNorm(1.0)
     return paddle.optimizer.AdamW(1e-4, parameters=model.parameters(), grad_clip=clip)
@@ -44,7 +44,7 @@ def optimizer(model: nn.Layer, plain: bool):
 
 def ops_in_use(model: nn.Layer) -> dict[str, bool]:
     """Which compiled ops this process computes with."""
-    return {"fused_ln": bool(model.config.fuse_ln), "cpu_ops": importlib.util.find_spec("cpu_ops") is not None}
+    return {"fused_ln": bool(model.config.fuse_ln), "cpu_ops": cpu_ops.usable(*model.parameters()) is not None}
 
 
 class GivenState(nn.Layer):
