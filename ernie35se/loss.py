@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import paddle
 import paddle.nn.functional as F
-
 from paddle.autograd import PyLayer
 
 from . import cpu_ops, parallel

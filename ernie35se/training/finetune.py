@@ -89,8 +89,7 @@ class EarlyStopping(TrainerCallback):
         self.patience = patience
 
     def on_evaluate(self, args, state, control, **kwargs):
-        values = [record[key] for record in state.log_history if (key := metric_key(args)) in record]
-        if values and evaluations_since_best(values, args.greater_is_better) >= self.patience:
+        if patience_is_over(state.log_history, args, self.patience):
             control.should_training_stop = True
 
 
@@ -99,10 +98,14 @@ def metric_key(args) -> str:
     return "eval_" + args.metric_for_best_model.removeprefix("eval_")
 
 
-def evaluations_since_best(values: Sequence[float], greater_is_better: bool) -> int:
-    """How many values follow the first of the best ones."""
-    best = max(values) if greater_is_better else min(values)
-    return len(values) - 1 - list(values).index(best)
+def patience_is_over(log_history: Sequence[dict], args, patience: int) -> bool:
+    """Whether `patience` evaluations follow the first of the best ones."""
+    key = metric_key(args)
+    values = [record[key] for record in log_history if key in record]
+    if not values:
+        return False
+    best = max(values) if args.greater_is_better else min(values)
+    return len(values) - 1 - values.index(best) >= patience
 
 
 class FinetuneTrainer(PretrainTrainer):
@@ -267,10 +270,8 @@ class FinetuneTrainer(PretrainTrainer):
         if folder is None or not patience:
             return folder
         state = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        key = metric_key(args)
-        values = [record[key] for record in state["log_history"] if key in record]
-        if values and evaluations_since_best(values, args.greater_is_better) >= patience:
-            logger.info(f"{folder} was the end: {patience} evaluations without a better {key}.")
+        if patience_is_over(state["log_history"], args, patience):
+            logger.info(f"{folder} was the end: {patience} evaluations without a better {metric_key(args)}.")
             args.max_steps = state["global_step"]
         return folder
 

@@ -15,13 +15,8 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT / "tests" / "training"), str(ROOT / "scripts")]
 
 import run_finetune  # noqa: E402
-from finetune_run import settings, words_of, write_base  # noqa: E402
+from finetune_run import losses, settings, words_of, write_base  # noqa: E402
 from launching import launch  # noqa: E402
-
-
-def losses(output: Path) -> list[float]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [record["loss"] for record in history if "loss" in record]
 
 
 @pytest.mark.parametrize("sharding", ["", "stage1", "stage2"])

@@ -15,7 +15,7 @@ sys.path[:0] = [str(HERE), str(ROOT / "tests" / "training"), str(ROOT / "scripts
 
 import run_finetune  # noqa: E402
 from cases import weights_of  # noqa: E402
-from finetune_run import settings, words_of, write_base, write_records  # noqa: E402
+from finetune_run import losses, settings, words_of, write_base, write_records  # noqa: E402
 from launching import launch  # noqa: E402
 
 from ernie35se import peft  # noqa: E402
@@ -28,10 +28,6 @@ METHODS = {
     "pissa": dict(lora=1, pissa=True, lora_rank=3),
     "linchain": dict(lora=1, rslora=True, lora_use_mixer=True, mixer_num=2),
 }
-
-def losses(output: Path) -> list[float]:
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    return [record["loss"] for record in history if "loss" in record]
 
 
 @pytest.mark.slow  # a launch each

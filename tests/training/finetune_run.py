@@ -100,3 +100,9 @@ def settings(base: Path, data: Path, output: Path, **changes) -> dict:
 def words_of(settings: dict) -> list[str]:
     """The settings as words of a command line."""
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def losses(output: Path) -> list[float]:
+    """Of every logged training step of a run."""
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    return [record["loss"] for record in history if "loss" in record]
