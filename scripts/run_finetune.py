@@ -103,19 +103,20 @@ def prepare(model_args, data_args, training_args):
 def describe(model_args, data_args, training_args, model, splits) -> None:
     """Print settings, what trains, and what an epoch takes."""
     from ernie35se import peft
+    from ernie35se.training.finetune_arguments import PRETRAINING_ONLY
 
     for group in (model_args, data_args, training_args):
         print(f"{group._argument_group_name} settings")
+        ours = [kind.__annotations__ for kind in type(group).__mro__ if kind.__module__.startswith("ernie35se.")]
         for item in dataclasses.fields(group):
-            if item.name in type(group).__dict__["__annotations__"]:
+            if any(item.name in names for names in ours) and item.name not in PRETRAINING_ONLY:
                 print(f"  {item.name} = {getattr(group, item.name)!r}")
     print(peft.trainable_share(model))
     weights = sum(p.size for p in model.parameters())
     trains = sum(p.size for p in model.parameters() if not p.stop_gradient)
     print(
-        f"Memory in float32: weights {weights * 4 / 2**20:,.1f} MiB, gradients {trains * 4 / 2**20:,.1f} "
-        "MiB, AdamW "
-        f"{trains * 8 / 2**20:,.1f} MiB, and activations."
+        f"Memory in float32 on one device (tensor parallel and sharding divide it): weights {weights * 4 / 2**20:,.1f} "
+        f"MiB, gradients {trains * 4 / 2**20:,.1f} MiB, AdamW {trains * 8 / 2**20:,.1f} MiB, and activations."
     )
     if "train" in splits:
         rows = len(splits["train"].rows)

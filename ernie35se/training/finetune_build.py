@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 import paddle
@@ -25,6 +26,7 @@ from ..data import sft
 from ..data.records import SPLITS, Conversation, find_split_files, parse_records, read_conversations
 from ..data.templates import load_template
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
+from ..weight_files import warn_pickled_folder
 from .checkpoint import last_checkpoint
 from .finetune import Generation
 from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
@@ -211,8 +213,10 @@ def generation_of(made: Samples, encoder: sft.Encoder, tokenizer) -> Generation:
 
 
 def set_device(training: FinetuneArguments) -> None:
-    """Compute on the device that the settings name; a launched process has its own GPU already."""
-    if paddle.distributed.get_world_size() == 1 or training.device == "cpu":
+    """Compute on the device that the settings name; a launched process has its own GPU already. A dry run needs none."""
+    if training.dry_run:
+        paddle.set_device("cpu")
+    elif paddle.distributed.get_world_size() == 1 or training.device == "cpu":
         paddle.set_device(training.device)
 
 
@@ -243,6 +247,7 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
                 f"tensor_parallel_degree = {degree}: fine-tuning cuts Ernie35 only, not {type(config).__name__}; set it to 1"
             )
         conversion.check_divides(config, degree)
+    if degree > 1 and not training.dry_run:  # a dry run builds the whole model, in one process
         config.tensor_parallel_degree, config.tensor_parallel_rank = degree, max(training.tensor_parallel_rank, 0)
         config.tensor_parallel_output = False  # accuracy, label smoothing and generation look at all columns
     config.use_flash_attention = arguments.use_flash_attention
@@ -289,6 +294,7 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
         dtype = "bfloat16" if training.bf16 else "float16"
+    warn_pickled_folder(Path(arguments.model_name_or_path))
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, dtype=dtype)
         if arguments.adapter_path:

@@ -11,9 +11,13 @@ NNODES=${NNODES:-1}
 MASTER=${MASTER:-}
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python)}
 
-# launch SCRIPT ARGUMENT...: runs it in every process; logs to LOG_DIR/workerlog.N.
+# launch SCRIPT ARGUMENT...: runs it in every process; logs to LOG_DIR/workerlog.N. With --dry_run it is one process, here.
 launch() {
     local gpus places
+    case " $* " in
+        *" --dry_run false "* | *" --dry_run=false "* | *" --dry_run 0 "* | *" --dry_run=0 "*) ;;
+        *" --dry_run"[\ =]*) exec "$PYTHON" "$@" ;;
+    esac
     if [ "$DEVICE" = gpu ]; then
         gpus=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((NPROC - 1)))}
         places=(--devices "$gpus")

@@ -16,12 +16,6 @@ INPUT_DIR=${INPUT_DIR:-./data}                              # a folder of token 
 OUTPUT_DIR=${OUTPUT_DIR:-./output/pretrain_3b_stage2}
 LOG_DIR=${LOG_DIR:-./log/pretrain_3b_stage2}
 
-settings=("$CONFIG" --model_name_or_path "$MODEL" ${TOKENIZER:+--tokenizer_name_or_path "$TOKENIZER"}
-    --input_dir "$INPUT_DIR" --output_dir "$OUTPUT_DIR")
-
-case " $* " in
-    *" --dry_run false "* | *" --dry_run=false "* | *" --dry_run 0 "* | *" --dry_run=0 "*) ;;
-    *" --dry_run"[\ =]*) exec "$PYTHON" "$root/scripts/run_pretrain.py" "${settings[@]}" --device "$DEVICE" "$@" ;;
-esac
-
-launch "$root/scripts/run_pretrain.py" "${settings[@]}" --device "$DEVICE" "$@"
+launch "$root/scripts/run_pretrain.py" "$CONFIG" --model_name_or_path "$MODEL" \
+    ${TOKENIZER:+--tokenizer_name_or_path "$TOKENIZER"} --input_dir "$INPUT_DIR" --output_dir "$OUTPUT_DIR" \
+    --device "$DEVICE" "$@"

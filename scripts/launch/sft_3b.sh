@@ -3,6 +3,7 @@
 #
 #   MODEL=./output/pretrain_3b_stage2 DATA=./data bash scripts/launch/sft_3b.sh
 #   MODEL=... DATA=... SHARDING= bash scripts/launch/sft_3b.sh --tensor_parallel_degree 2
+#   MODEL=... DATA=... bash scripts/launch/sft_3b.sh --dry_run      data, settings and memory only, on one CPU
 #
 # Flags at the end override the settings of CONFIG. Every process writes its log to LOG_DIR/workerlog.N.
 set -euo pipefail

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,3 +49,23 @@ def test_a_launch_script_trains_and_leaves_what_one_device_loads(script, tmp_pat
         peft.load(Ernie35ForCausalLM.from_pretrained(str(tmp_path / "base")), output)
     else:
         Ernie35ForCausalLM.from_pretrained(str(output))
+
+
+@pytest.mark.parametrize("script", RUNS)
+def test_a_dry_run_of_a_launch_script_is_one_process_that_describes_and_writes_nothing(script, tmp_path):
+    base = write_base(tmp_path / "base", num_attention_heads=4, hidden_size=120, intermediate_size=200)
+    variables = {"MODEL": str(base), "DATA": str(write_records(tmp_path / "data")), "PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "scripts" / "launch" / script), *SHORT, *RUNS[script], "--dry_run"]
+    done = subprocess.run(  # DEVICE is left at gpu: describing a run needs none
+        command, cwd=tmp_path, env={**environment(), **variables}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    weights = Ernie35ForCausalLM.from_pretrained(str(base)).parameters()
+    mib = sum(math.prod(weight.shape) for weight in weights) * 4 / 2**20
+    words = {
+        "sft_3b.sh": ["lora = False", "sharding = 'stage2'", f"weights {mib:,.1f} MiB", f"AdamW {2 * mib:,.1f} MiB"],
+        "lora_3b.sh": ["lora = True", "tensor_parallel_degree = 2", "LoRA: "],
+    }
+    for text in (*words[script], "device = 'gpu'", "12 rows, 3 optimizer steps"):
+        assert text in done.stdout, text
+    assert "workerlog" not in done.stdout and {path.name for path in tmp_path.iterdir()} == {"base", "data"}
