@@ -16,16 +16,22 @@ LAYOUTS = {
     "tensor": dict(tensor_parallel_degree=2),
     "pipeline": dict(pipeline_parallel_degree=2),
     "data": dict(per_device_train_batch_size=1),
-    "sharding": dict(sharding="stage1", per_device_train_batch_size=1),
+    "stage1": dict(sharding="stage1", per_device_train_batch_size=1),
+    "stage2": dict(sharding="stage2", per_device_train_batch_size=1),
+    "stage3": dict(sharding="stage3", per_device_train_batch_size=1),
 }
 # Which makers' checkpoints a layout resumes. Those that come earlier in the test exist by then.
 RESUMES = {
     "tensor": ("one",),
     "pipeline": ("one", "tensor"),
     "data": ("one", "tensor", "pipeline"),
-    "sharding": ("one", "tensor"),
-    "one": ("tensor", "pipeline", "data", "sharding"),
+    "stage1": ("one", "tensor", "stage1"),
+    "stage2": ("one", "tensor", "stage1", "stage2"),
+    "stage3": ("stage3",),
+    "one": ("tensor", "pipeline", "data", "stage1", "stage2"),
 }
+# Stage3's optimizer is in slices: neither read by others nor made from theirs.
+REFUSED = {"stage3": ("one", "stage2"), "one": ("stage3",)}
 
 
 def trainer_of(folder: Path, form: str, layout: str, **changes):

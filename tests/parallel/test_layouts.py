@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import batch, weights_of  # noqa: E402
 from launching import launch_worker  # noqa: E402
-from layout_cases import FORMS, RESUMES, resume, save_at_step_3, trainer_of  # noqa: E402
+from layout_cases import FORMS, REFUSED, RESUMES, resume, save_at_step_3, trainer_of  # noqa: E402
 
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
 
@@ -26,9 +26,9 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     for form in FORMS:
         save_at_step_3(folder / f"one-{form}", form, "one")
-    for layout in ("tensor", "pipeline", "data", "sharding"):
-        launch_worker("layout_worker.py", folder, layout)
-        (folder / "log").rename(folder / f"log-{layout}")
+    for layouts in (["tensor"], ["pipeline"], ["data"], ["stage1", "stage2", "stage3"]):
+        launch_worker("layout_worker.py", folder, *layouts)
+        (folder / "log").rename(folder / f"log-{layouts[0]}")
     return folder
 
 
@@ -46,13 +46,28 @@ def expected(tmp_path_factory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout, maker", [(l, m) for l, makers in RESUMES.items() for m in makers])
-def test_resumed_under_another_layout_the_losses_go_on_as_before(folder, expected, form, layout, maker):
+def test_resumed_under_this_or_another_layout_the_losses_go_on_as_before(folder, expected, form, layout, maker):
     if layout == "one":
         got = [resume(folder, maker, form, "one")]
     else:
         got = [np.load(folder / f"{layout}-from-{maker}-{form}.{rank}.npz")["losses"] for rank in range(2)]
     for losses in got:
         np.testing.assert_allclose(losses, expected[form], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout, maker", [(l, m) for l, makers in REFUSED.items() for m in makers])
+def test_stage3_with_another_layout_is_refused_by_name(folder, form, layout, maker):
+    if layout == "one":
+        with pytest.raises(ValueError) as refusal:
+            resume(folder, maker, form, "one")
+        reasons = [str(refusal.value)]
+    else:
+        reasons = [(folder / f"{layout}-from-{maker}-{form}.{rank}.txt").read_text() for rank in range(2)]
+    whose = "The checkpoint's" if maker == "stage3" else "This run's"
+    for reason in reasons:
+        assert f"{maker}-{form}/checkpoint-3 cannot be resumed" in reason
+        assert f"{whose} optimizer is in slices (stage3)" in reason and "--continue_training" in reason
 
 
 def test_a_checkpoint_of_plain_paddlenlp_loses_no_shard(folder, expected, tmp_path):
@@ -77,7 +92,7 @@ def test_a_missing_piece_is_an_error(folder, form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data", "stage1", "stage2", "stage3"])
 def test_the_merged_model_is_one_process_s(folder, form, layout):
     reference = trainer_of(folder / "unused", form, "one").model
     place = folder / f"{layout}-{form}-merged"
