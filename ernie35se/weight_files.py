@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
+from paddlenlp.utils.log import logger
 
 from . import conversion
 from .configuration import Ernie35Config
@@ -123,7 +124,31 @@ class _LazyUnpickler(pickle._Unpickler):
         return _Skipped(offset, length)
 
 
+def warn_pickled(path: Path, only_arrays: bool = False) -> None:
+    """Say that a pickled file is read, and what that trusts: each reader of one calls this first.
+
+    Args:
+        only_arrays: the reader takes arrays alone, so that nothing in the file can run.
+    """
+    if only_arrays:
+        logger.info(f"{path}: a pickled file, read because you trust its source; only arrays are taken from it.")
+    else:
+        logger.warning(
+            f"{path}: a pickled file can run code when it is read; it is read because you trust its source. Safetensors "
+            "files hold arrays alone."
+        )
+
+
+def warn_pickled_folder(folder: Path) -> None:
+    """The same for a model's folder that paddlenlp will read: for its pickled weights, if those are what it holds."""
+    if Path(folder).is_dir():  # else a name that paddlenlp knows
+        for name in _whole_files(Path(folder)):
+            if name.endswith(".pdparams"):
+                warn_pickled(Path(folder) / name)
+
+
 def _read_pdparams(path: Path) -> Dict[str, Array]:
+    warn_pickled(path, only_arrays=True)
     with open(path, "rb") as file:
         unpickler = _LazyUnpickler(file, encoding="latin1")
         unpickler.file = file

@@ -160,6 +160,26 @@ def test_an_adapter_continues_from_a_saved_one(place, tmp_path):
     )
 
 
+def test_pickled_weights_and_adapters_are_named_when_they_are_read(place, tmp_path, monkeypatch):
+    """And what a run writes of an adapter is safetensors, a checkpoint's too."""
+    from ernie35se import weight_files
+
+    assert run(place, tmp_path / "first", lora=1, max_steps=1, save_strategy="steps", save_steps=1) == 0
+    for folder in ("", "checkpoint-1"):
+        found = [path.name for path in (tmp_path / "first" / folder).glob("*model_state*")]
+        assert found == ["lora_model_state.safetensors"]
+    saved = tmp_path / "first" / "lora_model_state.safetensors"
+    paddle.save(load_file(saved), str(saved.with_suffix(".pdparams")))
+    saved.unlink()
+    said = []
+    monkeypatch.setattr(weight_files.logger, "warning", said.append)
+    only = dict(do_train=False, evaluation_strategy="no")
+    assert run(place, tmp_path / "second", lora=1, lora_path=tmp_path / "first", **only) == 0
+    named = [line.partition(":")[0] for line in said if "you trust its source" in line]
+    assert named == [str(place / "base" / "model_state.pdparams"), str(saved.with_suffix(".pdparams"))]
+    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(results(tmp_path / "first")["eval_loss"], rel=1e-6)
+
+
 def test_generation_and_early_stopping(place, tmp_path):
     more = dict(
         eval_with_do_generation=1,

@@ -160,6 +160,28 @@ def test_a_pickle_of_anything_else_is_refused(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    """What is logged about pickled files."""
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(weight_files.logger, level, lines.append)
+    return lines
+
+
+def test_reading_a_pickled_file_says_that_its_source_is_trusted(tmp_path, said):
+    for extension, name in (("pdparams", "model_state.pdparams"), ("safetensors", "model.safetensors")):
+        saved_model(tmp_path / extension, extension)
+        said.clear()
+        weight_files.Folder(tmp_path / extension)
+        weight_files.warn_pickled_folder(tmp_path / extension)
+        expected = [f"{tmp_path / extension / name}: a pickled file"] * 2 if extension == "pdparams" else []
+        assert [line.split(" file")[0] + " file" for line in said] == expected
+        assert all("you trust its source" in line for line in said)
+    weight_files.warn_pickled_folder(Path("Qwen/Qwen2-7B"))  # a name: nothing is there to say
+    assert not said
+
+
 def test_the_tools_make_complete_folders(tmp_path):
     model = saved_model(tmp_path / "whole", "pdparams")
     done = tool("split_tensor_parallel.py", tmp_path / "whole", tmp_path / "pieces", "--degree", 2)

@@ -26,10 +26,10 @@ from typing import Callable, Iterator, NamedTuple, Union
 import numpy as np
 import paddle
 from paddle import nn
-from paddlenlp.utils.log import logger
 from safetensors.numpy import load_file, save_file
 
 from .. import conversion, parallel
+from ..weight_files import warn_pickled
 from . import lora, prefix, reft
 from .base import Adapter, AdapterConfig, AdapterLinear, insert, refuse_parallel, replace_layer
 from .dislora import DisLoRAConfig, DisLoRALinear
@@ -246,10 +246,7 @@ def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
     if safe.is_file():
         return load_file(str(safe))
     if pickled.is_file():
-        logger.warning(
-            f"{pickled}: a pickled file can run code when it is read; it is read because you trust its "
-            "source."
-        )
+        warn_pickled(pickled)
         return paddle.load(str(pickled), return_numpy=True)
     raise ValueError(f"{folder}: has neither {safe.name} nor {pickled.name}.")
 

@@ -23,6 +23,7 @@ from paddlenlp.utils.log import logger
 from safetensors import safe_open
 from safetensors.paddle import load_file, save_file
 
+from ..weight_files import warn_pickled
 from . import METHODS, lora, read_state, saved_method
 from . import load as load_adapter
 from .base import DEFAULT_TARGETS
@@ -193,9 +194,7 @@ def _checked(file: Path) -> Path:
 def _read(file: Path) -> dict[str, paddle.Tensor]:
     if file.suffix == ".safetensors":
         return load_file(str(file))
-    logger.warning(
-        f"{file}: a pickled file can run code when it is read; it is read because you trust its source."
-    )
+    warn_pickled(file)
     return {
         name: paddle.to_tensor(value)
         for name, value in paddle.load(str(file)).items()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import paddle
 import pytest
+from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "training"))
 from finetune_run import write_base  # noqa: E402
@@ -112,18 +113,40 @@ def test_shard_by_shard(safe, base, tmp_path):
     np.testing.assert_allclose(logits_of(load_model(tmp_path / "out")), logits_of(wrapped), atol=2e-5)
 
 
+def test_pickled_files_are_read_with_a_warning_that_names_them(base, tmp_path, monkeypatch):
+    """A base model and an adapter in .pdparams: each is named once, and the merged folder is safetensors."""
+    from ernie35se import weight_files
+
+    said = []
+    monkeypatch.setattr(weight_files.logger, "warning", said.append)
+    shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("model*"))
+    load_model(base).save_pretrained(str(tmp_path / "base"), safe_serialization=False)
+    wrapped = write_adapter(base, tmp_path / "adapter", LoRAConfig(r=3))
+    saved = tmp_path / "adapter" / "lora_model_state.safetensors"
+    paddle.save(load_file(saved), str(saved.with_suffix(".pdparams")))
+    saved.unlink()
+    said.clear()
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "--check", "False", method="lora")
+    named = [line.partition(":")[0] for line in said if "you trust its source" in line]
+    read = (tmp_path / "adapter" / "lora_model_state.pdparams", tmp_path / "base" / "model_state.pdparams")
+    assert named == [str(file) for file in read]
+    assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+    np.testing.assert_allclose(logits_of(load_model(tmp_path / "out")), logits_of(wrapped), atol=2e-5)
+
+
 def test_half_precision_weights_keep_their_type(base, tmp_path):
-    from safetensors.paddle import load_file, save_file
+    from safetensors.paddle import load_file as load_tensors
+    from safetensors.paddle import save_file
 
     shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("model*"))
     state = {name: value.astype("bfloat16") for name, value in load_model(base).state_dict().items()}
     save_file(state, str(tmp_path / "base" / "model.safetensors"), metadata={"format": "np"})
     write_adapter(base, tmp_path / "adapter", LoRAConfig(r=3))
     merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", "--check", "False", method="lora")
-    before, after = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("base", "out"))
+    before, after = (load_tensors(str(tmp_path / name / "model.safetensors")) for name in ("base", "out"))
     key = "ernie.layers.0.self_attn.q_proj.weight"
     assert set(before) == set(after) and after[key].dtype == paddle.bfloat16
-    adapter = load_file(str(tmp_path / "adapter" / "lora_model_state.safetensors"))
+    adapter = load_tensors(str(tmp_path / "adapter" / "lora_model_state.safetensors"))
     a, b = (adapter[key.replace("weight", f"lora_{side}")].numpy() for side in "AB")
     expected = before[key].astype("float32").numpy() + 2 * a @ b
     np.testing.assert_allclose(after[key].astype("float32").numpy(), expected, rtol=2**-7, atol=1e-4)
