@@ -8,15 +8,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Optional, Sequence
 
+import paddle
 from paddlenlp.utils.log import logger
 
-from . import peft
+from . import parallel, peft
 from .predictor import (
     DTYPES,
     Decoding,
     Predictor,
+    check_can_be_cut,
+    check_degree,
     check_model_folder,
+    join_tensor_parallel_group,
     load_tokenizer,
+    set_device,
     setting,
     write_single_device,
 )
@@ -121,14 +126,37 @@ class PredictArguments(_Source):
     resume: bool = setting(False, "Continue the predict_file of a run that was interrupted.")
     stream: bool = setting(False, "Print answers as they come, one prompt at a time.")
     interactive: bool = setting(False, "Answer lines of the standard input, as they come.")
+    tensor_parallel_degree: int = setting(
+        1, "Processes that share each layer, all those of the job (scripts/launch/predict_tp.sh)."
+    )
 
     def __post_init__(self):
         super().__post_init__()
+        self._check_counts("tensor_parallel_degree")
+        self._check_processes()
         for other in ("resume", "data_file"):
             if self.interactive and getattr(self, other):
                 raise SettingError(
                     "interactive", True, f"answers the standard input and writes no file; leave out --{other}"
                 )
+
+    def _check_processes(self) -> None:
+        processes = self.tensor_parallel_degree
+        check_degree(processes)
+        if processes == 1:
+            return
+        for name in ("stream", "interactive"):
+            if getattr(self, name):
+                raise SettingError(
+                    name,
+                    True,
+                    f"needs a terminal, which the {processes} processes of a launched job do not have; leave it "
+                    "out, or predict with one process",
+                )
+        if self.device and self.device.startswith("gpu:"):
+            raise SettingError(
+                "device", self.device, f"each of the {processes} processes has its own GPU; expected cpu or gpu"
+            )
 
 
 @dataclass(frozen=True)
@@ -178,14 +206,19 @@ def _reconcile(settings: PredictArguments, decoding: Decoding):
     return settings, decoding
 
 
-def load_predictor(settings: _Source) -> Predictor:
+def load_predictor(settings: _Source, tensor_parallel_degree: int = 1) -> Predictor:
     """The predictor that the settings describe; first the checkpoint in one piece, where that is asked
-    for."""
+    for, which the first process writes."""
     model, adapter = settings.model_name_or_path, settings.adapter_path
     check_model_folder(model)
+    check_can_be_cut(model, adapter, tensor_parallel_degree)
     if settings.merge_tensor_parallel_path:
-        tokenizer = load_tokenizer(settings.tokenizer_name_or_path, (model, adapter))
-        write_single_device(model, settings.merge_tensor_parallel_path, tokenizer)
+        join_tensor_parallel_group(tensor_parallel_degree, set_device(settings.device))
+        if is_first_process():
+            tokenizer = load_tokenizer(settings.tokenizer_name_or_path, (model, adapter))
+            write_single_device(model, settings.merge_tensor_parallel_path, tokenizer)
+        if tensor_parallel_degree > 1:
+            paddle.distributed.barrier()
         model = settings.merge_tensor_parallel_path
     return Predictor.load(
         model,
@@ -196,7 +229,13 @@ def load_predictor(settings: _Source) -> Predictor:
         settings.src_length,
         settings.tgt_length,
         settings.template,
+        tensor_parallel_degree,
     )
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one of its job that writes and shows the answers."""
+    return paddle.distributed.get_rank() == 0
 
 
 class AnswerFile:
@@ -207,7 +246,7 @@ class AnswerFile:
 
     Args:
         sources: the prompts' texts. resume: keep the answers that are there, which must belong to these
-            prompts.
+            prompts. writes: whether this process is the job's first; the others touch no file and count along.
 
     Attributes:
         done: number of prompts answered in the file.
@@ -216,9 +255,11 @@ class AnswerFile:
         ValueError: a file to resume that holds answers to other prompts.
     """
 
-    def __init__(self, path: str, sources: Sequence[str], resume: bool):
-        self.path, self.sources = Path(path), list(sources)
+    def __init__(self, path: str, sources: Sequence[str], resume: bool, writes: bool = True):
+        self.path, self.sources, self.writes = Path(path), list(sources), writes
         self.done, self._end, self._waiting = 0, 0, {}
+        if not writes:
+            return
         if self.path.is_dir() or not (self.path.parent).is_dir():
             raise SettingError("predict_file", path, "expected a file in a folder that exists")
         if resume and self.path.exists():
@@ -250,7 +291,13 @@ class AnswerFile:
             f"{self.path}: {self.done} of {len(self.sources)} prompts are answered; goes on with the rest."
         )
 
+    def agree(self, model) -> None:
+        """Count from where the first process's file ends; the processes that share the model call this together."""
+        self.done = parallel.all_pieces(model.config, paddle.to_tensor([self.done]))[0].item()
+
     def __enter__(self) -> AnswerFile:
+        if not self.writes:
+            return self
         if not self.done and self.path.exists() and self.path.stat().st_size:
             logger.warning(f"{self.path}: is written anew (--resume would have continued it).")
         self._file = open(self.path, "ab")
@@ -258,15 +305,17 @@ class AnswerFile:
         return self
 
     def __exit__(self, *_) -> None:
-        self._file.close()
+        if self.writes:
+            self._file.close()
 
     def put(self, number: int, output: str) -> None:
         """Take an answer; write it, and those that waited for it, if all before are written."""
         self._waiting[number] = output
         while self.done in self._waiting:
             record = {"src": self.sources[self.done], "output": self._waiting.pop(self.done)}
-            self._file.write(_line(record))
-            self._file.flush()
+            if self.writes:
+                self._file.write(_line(record))
+                self._file.flush()
             self.done += 1
 
     def lines(self) -> list[tuple[str, str]]:

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Iterator, NamedTuple, Optional, Sequence, Union
 
 import paddle
+from paddlenlp.trainer import TrainingArguments
 from paddlenlp.utils.log import logger
 
-from . import peft, weight_files
+from . import conversion, parallel, peft, weight_files
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
 from .data import sft
 from .data.records import Conversation
@@ -164,6 +165,7 @@ class Predictor:
         src_length: Optional[int] = None,
         tgt_length: Optional[int] = None,
         template: Optional[str] = None,
+        tensor_parallel_degree: int = 1,
     ) -> Predictor:
         """Load from folders.
 
@@ -176,6 +178,8 @@ class Predictor:
                 float32, which is said.
             src_length, tgt_length, template: None: as the checkpoint or the adapter was fine-tuned, else 128,
                 160, plain.
+            tensor_parallel_degree: processes that share each layer, all those of the job. Each of them makes
+                the same calls and gets the same answers.
 
         Raises:
             ValueError: a folder without model, tokenizer or adapter, or settings that do not fit them.
@@ -183,8 +187,10 @@ class Predictor:
         check_model_folder(model_name_or_path)
         tokenizer = load_tokenizer(tokenizer_name_or_path, (model_name_or_path, adapter_path))
         trained = _trained_template(adapter_path or model_name_or_path)
+        check_can_be_cut(model_name_or_path, adapter_path, tensor_parallel_degree)
         device = set_device(device)
-        model = load_model(model_name_or_path, _usable_dtype(dtype, device))
+        join_tensor_parallel_group(tensor_parallel_degree, device)
+        model = load_model(model_name_or_path, _usable_dtype(dtype, device), tensor_parallel_degree)
         if adapter_path is not None:
             peft.load(model, adapter_path)
             logger.info(f"{model.adapter_config.name()} adapters of {adapter_path}, unmerged.")
@@ -398,14 +404,53 @@ def load_tokenizer(name: Optional[str], folders: Sequence[Optional[str]]) -> Ern
     return Ernie35Tokenizer.from_pretrained(name or holding[0])
 
 
-def load_model(folder: str, dtype: str) -> Ernie35ForCausalLM:
-    """The model of a folder in one piece; weights in pieces, as tensor-parallel ranks write them, are joined.
+def check_degree(degree: int) -> None:
+    """ValueError unless this job has as many processes as share each layer."""
+    processes = paddle.distributed.get_world_size()
+    if degree != processes:
+        raise SettingError(
+            "tensor_parallel_degree",
+            degree,
+            f"expected the number of processes of this job, {processes}; scripts/launch/predict_tp.sh starts "
+            "NPROC of them and sets both",
+        )
+
+
+def check_can_be_cut(folder: str, adapter_path: Optional[str], degree: int) -> None:
+    """ValueError unless the processes of this job can share the model, and its adapters, by tensor parallel."""
+    if degree == 1:
+        return
+    check_degree(degree)
+    conversion.check_divides(Ernie35Config.from_pretrained(folder), degree)
+    method = peft.saved_method(adapter_path) if adapter_path else None
+    adapter = peft.METHODS[method].config.load(adapter_path) if method else None
+    if adapter is not None and not adapter.splits:
+        merge = f"merge them into the model (tools/merge_{method}_params.py), or "
+        raise SettingError(
+            "tensor_parallel_degree",
+            degree,
+            f"{adapter.name()} is not made for tensor parallel ({adapter_path}); "
+            f"{merge if peft.METHODS[method].merges else ''}predict with one process",
+        )
+
+
+def join_tensor_parallel_group(degree: int, device: str) -> None:
+    """Make the processes of this job one tensor-parallel group, as a training run does."""
+    if degree > 1 and not paddle.distributed.is_initialized():
+        TrainingArguments(output_dir=".", tensor_parallel_degree=degree, device=device)  # its making joins the group
+
+
+def load_model(folder: str, dtype: str, tensor_parallel_degree: int = 1) -> Ernie35ForCausalLM:
+    """The model of a folder in one piece, or this tensor-parallel rank's share of it, whose logits are whole; weights
+    in pieces, as tensor-parallel ranks write them, are joined.
 
     Raises:
         ValueError: weights that cannot be read or lack a parameter.
     """
     files, config = weight_files.Folder(Path(folder)), Ernie35Config.from_pretrained(folder)
-    config.tensor_parallel_degree, config.sequence_parallel, config.use_recompute = 1, False, False
+    config.tensor_parallel_degree, config.tensor_parallel_output = tensor_parallel_degree, False
+    config.tensor_parallel_rank = parallel.tensor_rank(config)
+    config.sequence_parallel, config.use_recompute = False, False
     with tempfile.TemporaryDirectory() as joined:
         if is_cut(files):
             weight_files.merge_folder(files, Path(joined), config)

@@ -4,6 +4,7 @@
     python scripts/predict.py --model_name_or_path output/demo/model --data_file prompts.jsonl --batch_size 8
     python scripts/predict.py --model_name_or_path output/demo/model --data_file prompts.jsonl --resume
     python scripts/predict.py --model_name_or_path output/demo/model --lora_path output/lora --stream --interactive
+    NPROC=2 MODEL=output/demo/model bash scripts/launch/predict_tp.sh
 
 Without --data_file it answers example prompts. Answers are written to --predict_file, a line each, in the
 prompts' order, as they are ready. docs/prediction.md has more; `--help` lists every setting.
@@ -50,7 +51,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def run(settings, decoding) -> None:
     """Load the model, then answer what the settings ask for."""
     from ernie35se.data.records import Conversation, read_prompts
-    from ernie35se.prediction import AnswerFile, load_predictor
+    from ernie35se.parallel import leave_together
+    from ernie35se.prediction import AnswerFile, is_first_process, load_predictor
 
     if settings.data_file is not None:
         prompts = list(read_prompts(settings.data_file))
@@ -61,12 +63,16 @@ def run(settings, decoding) -> None:
     answers = None
     if not settings.interactive:
         answers = AnswerFile(
-            settings.predict_file, [prompt.turns[-1][0] for prompt in prompts], settings.resume
+            settings.predict_file,
+            [prompt.turns[-1][0] for prompt in prompts],
+            settings.resume,
+            writes=is_first_process(),
         )
-    predictor = load_predictor(settings)
+    predictor = load_predictor(settings, settings.tensor_parallel_degree)
     if settings.interactive:
         converse(predictor, decoding)
         return
+    answers.agree(predictor.model)
     with answers:
         if settings.stream:
             stream_all(predictor, decoding, prompts, answers)
@@ -74,23 +80,25 @@ def run(settings, decoding) -> None:
             answer_all(
                 predictor, decoding, prompts, answers, settings.batch_size, shown=settings.data_file is None
             )
+    leave_together()
 
 
 def answer_all(predictor, decoding, prompts, answers, batch_size: int, shown: bool) -> None:
-    """Batches, with a progress bar; examples are printed too."""
+    """Batches, with a progress bar; examples are printed too. Of several processes the first shows them."""
     from tqdm import tqdm
 
     from ernie35se.predictor import say_truncated
 
     encoded = [predictor.encode(prompt) for prompt in prompts]
     say_truncated([(prompt.place, one) for prompt, one in zip(prompts, encoded)], predictor.src_length)
-    with tqdm(total=len(prompts), initial=answers.done, unit="prompt", dynamic_ncols=True) as bar:
+    progress = dict(total=len(prompts), initial=answers.done, unit="prompt", dynamic_ncols=True)
+    with tqdm(**progress, disable=not answers.writes) as bar:
         for number, text in predictor.answers(
             [one.ids for one in encoded], decoding, batch_size, answers.done
         ):
             answers.put(number, text)
             bar.update()
-    if shown:
+    if shown and answers.writes:
         for source, text in answers.lines():
             print(f"{source} ...\n    {text}")
 
