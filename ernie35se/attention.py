@@ -16,6 +16,7 @@ import paddle
 import paddle.nn.functional as F
 from paddlenlp.utils.log import logger
 
+from . import cpu_ops
 from .configuration import Ernie35Config
 
 HIDDEN = -1e9  # additive mask: lost beside any score, yet a row of nothing else stays finite in float32's range
@@ -60,12 +61,24 @@ def flash_attention(query, key, value, mask=None, need_weights=False):
     return context, None
 
 
+def blockwise_attention(query, key, value, mask=None, need_weights=False):
+    """The CPU op's causal attention, which goes through the keys block by block and keeps no (T, S) matrix; the plain form
+    where there is a mask, another dtype, or no op."""
+    ops = cpu_ops.usable(query, key, value)
+    if mask is not None or need_weights or ops is None:
+        return eager_attention(query, key, value, mask, need_weights)
+    return ops.cpu_causal_attention(query, key, value)[0], None
+
+
 def choose_core(config: Ernie35Config, need_weights: bool = False):
-    """The core that a model runs: flash where it is asked for and there is a GPU, else eager."""
+    """The core that a model runs: flash where it is asked for and there is a GPU, block by block on a CPU that has the
+    CPU ops, else eager."""
     if config.use_flash_attention and not need_weights:
         if paddle.get_device().startswith("gpu"):
             return flash_attention
-        _say_once("use_flash_attention is on, but there is no GPU: attention runs in its plain form.")
+        _say_once("use_flash_attention is on, but there is no GPU: attention runs in its CPU form.")
+    if not need_weights and paddle.get_device() == "cpu" and cpu_ops.usable() is not None:
+        return blockwise_attention
     return eager_attention
 
 
@@ -83,7 +96,7 @@ def prepare_mask(core, attention_mask: paddle.Tensor | None, query_length: int, 
         ValueError: a mask of another shape, or an additive one.
     """
     if attention_mask is None:
-        return None if core is flash_attention else _additive(_causal(query_length, key_length))
+        return None if core in (flash_attention, blockwise_attention) else _additive(_causal(query_length, key_length))
     if attention_mask.dtype not in (paddle.bool, paddle.int32, paddle.int64, paddle.uint8):
         raise ValueError(
             f"attention_mask has dtype {attention_mask.dtype}; expected booleans or integers, 1 where a token counts. "

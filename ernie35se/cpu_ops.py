@@ -16,7 +16,8 @@ from paddlenlp.utils.log import logger
 
 from . import runtime
 
-FUNCTIONS = ("cpu_cross_entropy_", "cpu_silu_mul")  # what the module has to offer
+# What the module has to offer.
+FUNCTIONS = ("cpu_adamw_", "cpu_causal_attention", "cpu_cross_entropy_", "cpu_silu_mul", "cpu_squared_norm")
 
 
 def usable(*tensors: paddle.Tensor):

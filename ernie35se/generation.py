@@ -26,7 +26,7 @@ import paddle.nn.functional as F
 from paddlenlp.generation.configuration_utils import DEFAULT_MAX_NEW_TOKENS
 
 from . import parallel
-from .attention import HIDDEN, AttentionInputs, choose_core, eager_attention, prepare_mask
+from .attention import HIDDEN, AttentionInputs, blockwise_attention, choose_core, eager_attention, prepare_mask
 from .positions import position_interval
 from .rope import rope_tables
 
@@ -216,6 +216,8 @@ class InPlaceForward:
         """The model's attention core; the eager one takes some queries at a time, each block with the keys up
         to its end: half the work of all queries against all keys, and no (T, T) scores in memory."""
         core, length, padding = choose_core(self.model.config), request.length, request.mask
+        if core is blockwise_attention and padding is not None:
+            core = eager_attention
         if core is not eager_attention:
             mask = prepare_mask(core, padding, length, length)
             return lambda query, key, value, _, need_weights: core(query, key, value, mask)
@@ -528,8 +530,8 @@ class Ernie35GenerationMixin:
         return processors if any(len(p._processors) for p in processors) else []
 
     def agreed(self, tokens: paddle.Tensor) -> paddle.Tensor:
-        """The same tokens on every rank that computes this model; here there is one."""
-        return tokens
+        """The first rank's tokens, on every tensor-parallel rank that computes this model."""
+        return parallel.all_pieces(self.config, tokens)[0]
 
 
 def sample(logits: paddle.Tensor, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:

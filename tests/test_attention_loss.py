@@ -8,7 +8,11 @@ from model_helpers import build_model, tiny_config
 from ernie35se import attention
 from ernie35se.loss import causal_lm_loss
 
-CORES = {"eager": attention.eager_attention, "flash": attention.flash_attention}
+CORES = {
+    "eager": attention.eager_attention,
+    "flash": attention.flash_attention,
+    "blockwise": attention.blockwise_attention,  # the plain form where the CPU ops are not built
+}
 
 
 def numpy_attention(query, key, value, allowed):
@@ -63,15 +67,26 @@ def test_gradients_of_the_cores_agree(padded):
             upstream[0, :2] = 0  # nothing depends on padding
         (context * paddle.to_tensor(upstream)).sum().backward()
         gradients[name] = [x.grad.numpy() for x in inputs]
-    for eager, flash in zip(gradients["eager"], gradients["flash"]):
-        np.testing.assert_allclose(flash, eager, atol=2e-6)
+    for name in ("flash", "blockwise"):
+        for eager, found in zip(gradients["eager"], gradients[name]):
+            np.testing.assert_allclose(found, eager, atol=2e-6, err_msg=name)
 
 
 def test_flash_falls_back_where_there_is_no_gpu_and_the_model_still_masks():
     ids, mask = paddle.to_tensor([[0, 0, 5, 6], [3, 4, 5, 6]]), paddle.to_tensor([[0, 0, 1, 1], [1] * 4])
     logits = [build_model(tiny_config(use_flash_attention=on))(ids, attention_mask=mask)[0] for on in (False, True)]
     np.testing.assert_allclose(logits[0].numpy(), logits[1].numpy(), atol=1e-6)
-    assert attention.choose_core(tiny_config(use_flash_attention=True)) is attention.eager_attention
+    assert attention.choose_core(tiny_config(use_flash_attention=True)) is not attention.flash_attention
+
+
+def test_the_blockwise_core_is_chosen_where_the_cpu_ops_are_there(monkeypatch):
+    config = tiny_config()
+    monkeypatch.setattr(attention.cpu_ops, "usable", lambda *_: object())
+    assert attention.choose_core(config) is attention.blockwise_attention
+    assert attention.choose_core(config, need_weights=True) is attention.eager_attention
+    assert attention.prepare_mask(attention.blockwise_attention, None, 5, 5) is None
+    monkeypatch.setattr(attention.cpu_ops, "usable", lambda *_: None)
+    assert attention.choose_core(config) is attention.eager_attention
 
 
 def test_flash_refuses_to_return_probabilities():

@@ -17,6 +17,7 @@ from typing import List, Optional
 import paddle
 from paddlenlp.utils.log import logger
 
+from ..attention import choose_core, eager_attention
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
 from .. import conversion
@@ -409,6 +410,8 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
     if stage and training.sharding_parallel_degree == -1:
         sharding = max(devices // (tensor * pipeline), 1)
     half = "bfloat16" if training.bf16 else "float16"
+    precision = half if training.bf16 or training.fp16 else "float32"
+    blockwise = precision == "float32" and choose_core(config) is not eager_attention
     return Plan(
         seq_length=data.max_seq_length,
         micro_batch=training.per_device_train_batch_size,
@@ -420,9 +423,9 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
         pipeline_parallel=pipeline,
         virtual=virtual,
         sequence_parallel=training.sequence_parallel,
-        precision=half if training.bf16 or training.fp16 else "float32",
+        precision=precision,
         master_weights=training.fp16_opt_level == "O2",
         master_gradients=training.amp_master_grad,
         recompute=config.recompute_scope,
-        flash_attention=config.use_flash_attention,
+        flash_attention=config.use_flash_attention or blockwise,
     )

@@ -62,7 +62,7 @@ class Plan:
     master_weights: bool = False  # O2: half-precision weights with float32 masters
     master_gradients: bool = False
     recompute: str = "none"  # or full, core_attn
-    flash_attention: bool = False
+    flash_attention: bool = False  # or another core that keeps no scores
 
     @property
     def devices(self) -> int:

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     build(
         "cpu_ops",
         HERE,
-        "Softmax cross entropy in place, and silu(gate) * up, on CPU, for PaddlePaddle",
+        "Causal attention, softmax cross entropy, AdamW and silu(gate) * up on CPU, for PaddlePaddle",
         sources=sorted(str(path.relative_to(HERE)) for path in (HERE / "csrc").glob("*.cc")),
         cxx_flags=["-O3", "-fno-math-errno", "-fno-trapping-math"],
     )

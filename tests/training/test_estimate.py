@@ -9,6 +9,7 @@ import pytest
 from paddle.base import core
 from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from ernie35se.attention import choose_core, eager_attention
 from ernie35se.configuration import Ernie35Config
 from ernie35se.modeling import Ernie35ForCausalLM
 from ernie35se.training import estimate
@@ -98,7 +99,8 @@ MODELS = {Ernie35Config: Ernie35ForCausalLM, LlamaConfig: LlamaForCausalLM, Qwen
 def test_memory_is_what_is_measured(case):
     config_class, fields, batch, length = CASES[case]
     config = config_class(**fields, use_flash_attention=False)
-    plan = Plan(length, batch, recompute=getattr(config, "recompute_scope", "none"))
+    blockwise = config_class is Ernie35Config and choose_core(config) is not eager_attention
+    plan = Plan(length, batch, recompute=getattr(config, "recompute_scope", "none"), flash_attention=blockwise)
     measured = measured_peak(MODELS[config_class], config, batch, length)
     estimated = total_bytes(memory_per_device(config, plan))
     assert abs(estimated / measured - 1) < TOLERANCE, f"estimated {estimated:,}, measured {measured:,}"
@@ -106,8 +108,9 @@ def test_memory_is_what_is_measured(case):
 
 def test_accumulation_needs_no_more_memory():
     config = Ernie35Config(**shape(128, 352, 3, 4, 64))
+    plan = Plan(64, 2, accumulation=3, flash_attention=choose_core(config) is not eager_attention)
     measured = measured_peak(Ernie35ForCausalLM, config, 2, 64, accumulation=3)
-    assert abs(total_bytes(memory_per_device(config, Plan(64, 2, accumulation=3))) / measured - 1) < TOLERANCE
+    assert abs(total_bytes(memory_per_device(config, plan)) / measured - 1) < TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from paddle import nn
 from ernie35se import cpu_ops, modeling
 from ernie35se.attention import eager_attention
 from ernie35se.configuration import Ernie35Config
+from ernie35se.training.optimizer import with_fused_update
 
 
 def build(fields: dict, plain: bool, blocks: str) -> modeling.Ernie35ForCausalLM:
@@ -36,10 +37,10 @@ def block_stack(config: Ernie35Config, blocks: str) -> list[nn.Layer]:
     return [kind(config) for _ in range(config.num_hidden_layers) for kind in kinds]
 
 
-def optimizer(model: nn.Layer):
-    """AdamW with clipping of the global norm."""
-    clip = nn.ClipGradByGlobalNorm(1.0)
-    return paddle.optimizer.AdamW(1e-4, parameters=model.parameters(), grad_clip=clip)
+def optimizer(model: nn.Layer, plain: bool):
+    """AdamW with clipping of the global norm; in one op where that can be, unless `plain`."""
+    adamw = paddle.optimizer.AdamW(1e-4, parameters=model.parameters(), grad_clip=nn.ClipGradByGlobalNorm(1.0))
+    return adamw if plain else with_fused_update(adamw)
 
 
 def ops_in_use(model: nn.Layer) -> dict[str, bool]:

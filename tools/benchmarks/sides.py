@@ -132,7 +132,7 @@ class OurSide(NetworkSide):
         from benchmarks import networks
 
         self.model = networks.build(self.fields, plain, blocks)
-        self.optimizer = networks.optimizer(self.model)
+        self.optimizer = networks.optimizer(self.model, plain)
 
     def describe(self) -> dict:
         """What the process runs on: parameters, and which of the compiled ops are in use."""
