@@ -4,12 +4,15 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import paddle
 import pytest
 from predict_helpers import write_checkpoint
 
@@ -205,3 +208,93 @@ def test_empty_data_is_refused(folder, tmp_path, capsys):
     (tmp_path / "none.jsonl").write_text("\n")
     assert run(folder, tmp_path, "--data_file", tmp_path / "none.jsonl") == 2
     assert "holds no records" in capsys.readouterr().err
+
+
+# ---- several processes; what they answer is tested in parallel/test_predict_tensor_parallel.py -----------------------
+
+CANNOT_BE_CUT = {
+    "VeRA": (peft.VeRAConfig(), "merge them into the model (tools/merge_vera_params.py), or predict with one process"),
+    "LoKr": (peft.LoKrConfig(), "tools/merge_lokr_params.py"),
+    "DisLoRA": (peft.DisLoRAConfig(), "tools/merge_dislora_params.py"),
+    "MoRA": (peft.LoRAConfig(use_mora=True), "tools/merge_lora_params.py"),
+    "QLoRA": (peft.LoRAConfig(weight_quantize_algo="nf4"), "tools/merge_lora_params.py"),
+    "ReFT": (peft.ReFTConfig(), "reft); predict with one process"),
+    "TARE": (peft.TareConfig(), "tare); predict with one process"),
+    "Prefix": (peft.PrefixConfig(), "prefix); predict with one process"),
+}
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """Makes this process one of so many of a job; it may refuse, not read a weight."""
+
+    def of(processes: int):
+        monkeypatch.setattr(paddle.distributed, "get_world_size", lambda: processes)
+
+    def weights_are_read(*_):
+        raise AssertionError("no refusal before the weights are read")
+
+    monkeypatch.setattr("ernie35se.predictor.load_model", weights_are_read)
+    return of
+
+
+@pytest.mark.parametrize(
+    "processes, words, message",
+    [
+        (1, ["--tensor_parallel_degree", "2"], "degree = 2: expected the number of processes of this job, 1; scripts/launch"),
+        (4, ["--tensor_parallel_degree", "2"], "degree = 2: expected the number of processes of this job, 4"),
+        (2, [], "tensor_parallel_degree is not set (and so 1): expected the number of processes of this job, 2"),
+        (1, ["--tensor_parallel_degree", "0"], "tensor_parallel_degree = 0"),
+        (2, ["--tensor_parallel_degree", "2", "--stream"], "stream = True: needs a terminal, which the 2 processes"),
+        (2, ["--tensor_parallel_degree", "2", "--interactive"], "interactive = True: needs a terminal"),
+        (2, ["--tensor_parallel_degree", "2", "--device", "gpu:1"], "'gpu:1': each of the 2 processes has its own GPU"),
+        (2, ["--tensor_parallel_degree", "2"], "does not divide num_attention_heads 3 (remainder 1)"),
+        (3, ["--tensor_parallel_degree", "3"], "does not divide intermediate_size 20 (remainder 2)"),
+    ],
+)
+def test_processes_that_cannot_share_the_model_are_refused(folder, tmp_path, capsys, job, processes, words, message):
+    job(processes)
+    assert run(folder, tmp_path, *words) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("predict.py: error:")]
+    assert message in error
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_vocabulary_that_processes_cannot_share_is_refused(folder, tmp_path, capsys, job):
+    shutil.copytree(folder, tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text())
+    config.update(vocab_size=321, num_attention_heads=4)
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    job(2)
+    assert run(tmp_path / "odd", tmp_path, "--tensor_parallel_degree", 2) == 2
+    assert "does not divide vocab_size 321 (remainder 1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_CUT)
+def test_adapters_that_processes_cannot_share_are_refused_by_name(folder, tmp_path, capsys, job, name):
+    """With what to do instead: merging, where the method can be merged."""
+    config, remedy = CANNOT_BE_CUT[name]
+    base, adapter = tmp_path / "base", tmp_path / config.method
+    shutil.copytree(folder, base)
+    sizes = json.loads((folder / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**sizes, "num_attention_heads": 4}))
+    adapter.mkdir()
+    config.save(adapter)
+    job(2)
+    assert run(base, tmp_path, "--tensor_parallel_degree", 2, f"--{config.method}_path", adapter) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("predict.py: error:")]
+    assert f"tensor_parallel_degree = 2: {name} is not made for tensor parallel" in error and remedy in error
+    tool = re.search(r"tools/merge_\w+[.]py", error)
+    assert tool is None or (ROOT / tool.group()).is_file()
+
+
+def test_of_several_processes_only_the_first_touches_the_file(tmp_path):
+    """The others count along, so that all batches are the same."""
+    path = tmp_path / "out.json"
+    path.write_text("kept\n")
+    with AnswerFile(str(path), ["a", "b"], resume=False, writes=False) as answers:
+        answers.put(1, "second")
+        assert answers.done == 0
+        answers.put(0, "first")
+        assert answers.done == 2
+    assert path.read_text() == "kept\n"

@@ -117,6 +117,25 @@ def test_two_ranks_answer_as_one_process(case, launched):
     assert answers(launched / "two" / f"{case}.json") == answers(launched / "alone" / f"{case}.json")
 
 
+@pytest.mark.slow  # a launch
+def test_the_launch_script_writes_the_file_that_one_process_writes(folder, tmp_path):
+    """Byte for byte, so no rank but one wrote to it; that one alone shows progress."""
+    status, logs = run_script(folder, tmp_path, *GREEDY, *BATCH, "--src_length", "20", "--tgt_length", "12")
+    assert status == 0, logs
+    assert (tmp_path / "answers.json").read_bytes() == (folder / "alone" / "batch.json").read_bytes()
+    assert ["prompt/s" in log for log in logs] == [True, False]
+    assert {path.name for path in tmp_path.iterdir()} == {"answers.json", "log", "out"}
+
+
+def run_script(folder: Path, place: Path, *flags: str) -> tuple[int, list[str]]:
+    """Exit status and every rank's log of predict_tp.sh on two CPU processes; the answers are place/answers.json."""
+    settings = {"DEVICE": "cpu", "NPROC": "2", "MODEL": f"{folder}/base", "DATA": f"{folder}/data.jsonl",
+                "OUTPUT": "answers.json", "LOG_DIR": "log", "PYTHON": sys.executable}  # fmt: skip
+    command = ["bash", str(ROOT / "scripts" / "launch" / "predict_tp.sh"), *flags]
+    status = run_group(command, place / "out", 180, cwd=place, env={**environment(), **settings})
+    return status, [path.read_text(errors="replace") for path in sorted((place / "log").glob("workerlog.*"))]
+
+
 def main(folder: Path) -> int:
     """One rank's part of the job."""
     return max(predict.main([*words_of(folder, case, "two"), "--tensor_parallel_degree", "2"]) for case in CASES)
