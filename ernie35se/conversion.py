@@ -12,13 +12,14 @@ the weight's columns, or A's rows as its rows. Needs numpy and the configuration
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
 from .configuration import Ernie35Config
 
-
+VOCABULARY_MULTIPLE = 128  # of a new model's vocabulary: matrix units of GPUs want such widths
 LOW_RANK_IN = ("lora_A", "lora_A_start")  # an adapter's parameters; its mixers, lora_AB*, are whole everywhere
 LOW_RANK_OUT = ("lora_B", "lora_B_start")
 
@@ -112,7 +113,8 @@ def check_divides(config: Ernie35Config, degree: int) -> None:
     for field in ("num_attention_heads", "intermediate_size", "vocab_size"):
         size = getattr(config, field)
         if size % degree:
-            above = -(-size // degree) * degree
+            multiple = math.lcm(degree, VOCABULARY_MULTIPLE) if field == "vocab_size" else degree
+            above = -(-size // multiple) * multiple
             raise ValueError(
                 f"tensor_parallel_degree {degree} does not divide {field} {size} (remainder {size % degree}). Choose a "
                 f"degree that does, or a model with {field} {above}."

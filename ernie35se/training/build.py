@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from paddlenlp.utils.log import logger
 from ..attention import choose_core, eager_attention
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
-from .. import conversion
+from .. import conversion, weight_files
 from ..modeling import Ernie35ForCausalLM
 from ..modeling_pipe import Ernie35ForCausalLMPipe
 from ..stages import balanced_stages
@@ -32,7 +31,6 @@ from .estimate import Plan
 from .trainer import TEST_ITERS_PER_EVAL_ITER
 
 WEIGHT_FILES = ("model_state*.pdparams", "model_state*.pdparams.index.json", "model*.safetensors*")
-VOCABULARY_MULTIPLE = 128  # matrix units of GPUs want such widths
 # Fields of the config that decide which weights a model has, and those that decide what it does with them.
 SHAPE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -95,7 +93,7 @@ def load_config(
         "use_recompute": training.recompute,
         "use_recompute_attn": arguments.use_recompute_attn,
         "recompute_granularity": arguments.recompute_granularity,
-        "vocab_size": _vocabulary(config, tokenizer, training.degrees().tensor, from_scratch=weights is None),
+        "vocab_size": _vocabulary(config, tokenizer, from_scratch=weights is None),
         "max_position_embeddings": _positions(config, settings.data.max_seq_length),
     }
     if training.continue_training:
@@ -181,10 +179,11 @@ def has_weights(folder: str) -> bool:
     )
 
 
-def _vocabulary(
-    config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], tensor: int, from_scratch: bool
-) -> int:
-    """Size of the vocabulary: it holds the tokenizer's; from scratch it is a multiple of 128 and of `tensor`."""
+def _vocabulary(config: Ernie35Config, tokenizer: Optional[Ernie35Tokenizer], from_scratch: bool) -> int:
+    """Size of the vocabulary: it holds the tokenizer's; from scratch it is a multiple of 128.
+
+    It is the same under every layout, so that a run can go on under another one.
+    """
     pieces = len(tokenizer) if tokenizer is not None else 0
     if not from_scratch:
         if pieces > config.vocab_size:
@@ -195,11 +194,10 @@ def _vocabulary(
             )
         return config.vocab_size
     wanted = max(config.vocab_size, pieces)
-    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor)  # tensor-parallel ranks share it evenly
-    rounded = -(-wanted // multiple) * multiple
+    rounded = -(-wanted // conversion.VOCABULARY_MULTIPLE) * conversion.VOCABULARY_MULTIPLE
     if rounded != config.vocab_size:
         logger.info(
-            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {multiple} that holds "
+            f"vocab_size {config.vocab_size} -> {rounded}: a multiple of {conversion.VOCABULARY_MULTIPLE} that holds "
             f"the config's vocabulary and the tokenizer's {pieces} tokens."
         )
     return rounded
@@ -328,7 +326,9 @@ def _with_weights(kind, weights: str, config: Ernie35Config, dtype: str) -> Erni
             f"{weights}: the weights cannot be loaded into the model of its config.json: {reason[:300]} Copy the "
             "folder again, or name another one"
         ) from error
-    missing = getattr(model, "missing_weights", [])  # pipeline stages do not tell
+    missing = getattr(model, "missing_weights", None)
+    if missing is None:  # pipeline stages do not tell
+        missing = sorted(model.state_dict().keys() - weight_files.Folder(Path(weights)).pieces().keys())
     if missing:
         raise ValueError(
             f"{weights}: {len(missing)} weights of the model of its config.json are not in its files, such as "

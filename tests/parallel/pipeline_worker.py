@@ -1,6 +1,6 @@
 """Runs on each of two pipeline stages.
 
-    pipeline_worker.py FOLDER        writes FOLDER/<case>.<rank>.npz and FOLDER/stages.<rank>.json
+    pipeline_worker.py FOLDER        writes FOLDER/<case>.<rank>.npz, FOLDER/stages.<rank>.json and a refusal
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cases import arguments, losses, make_trainer, small_config, weights_of
 from pipeline_cases import TRAINING, VIRTUAL
 
 from ernie35se.modeling_pipe import Ernie35ForCausalLMPipe
+from ernie35se.training import build
 
 
 def main(folder: Path):
@@ -33,6 +34,10 @@ def main(folder: Path):
         np.savez(folder / f"{name}.{rank}.npz", sent=sent, losses=losses(trainer), **start, **weights_of(trainer.model))
     loaded = Ernie35ForCausalLMPipe.from_pretrained(str(folder / "whole"), config=small_config())
     np.savez(folder / f"loaded.{rank}.npz", **weights_of(loaded))
+    try:
+        build.build_model(arguments(folder, **degrees), small_config(), str(folder / "lacking"))
+    except ValueError as error:
+        (folder / f"lacking.{rank}.txt").write_text(str(error))
     stages = {}
     for name, changes in VIRTUAL.items():
         paddle.seed(7)

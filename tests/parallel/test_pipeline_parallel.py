@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,6 +36,11 @@ from ernie35se.training.estimate import Plan, communication_per_step  # noqa: E4
 def results(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     save_whole_model(folder / "whole")
+    shutil.copytree(folder / "whole", folder / "lacking")
+    (file,) = (folder / "lacking").glob("model_state*")
+    state = paddle.load(str(file))
+    del state["ernie.layers.3.mlp.down_proj.weight"], state["lm_head.bias"]
+    paddle.save(state, str(file))
     launch_worker("pipeline_worker.py", folder)
     return folder
 
@@ -45,6 +51,12 @@ def test_a_stage_takes_its_part_of_whole_weights(results):
     assert first.keys() | last.keys() == whole.keys() and not first.keys() & last.keys()
     for name, value in {**first, **last}.items():
         np.testing.assert_array_equal(value, whole[name], err_msg=name)
+
+
+def test_weights_that_a_stage_lacks_are_named(results):
+    assert not (results / "lacking.0.txt").exists()  # the first stage has all of its own
+    reason = (results / "lacking.1.txt").read_text()
+    assert "2 weights of the model of its config.json are not in its files, such as ernie.layers.3.mlp.down_proj" in reason
 
 
 def stages_of(folder: Path, case: str) -> list[dict]:

@@ -16,13 +16,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import HERE, ROOT, environment, launch, run_group  # noqa: E402
 
+sys.path.insert(0, str(ROOT / "scripts"))
+import run_pretrain  # noqa: E402
+
 from ernie35se.data.indexed import TokenFileWriter  # noqa: E402
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
+from ernie35se.training import build  # noqa: E402
+from ernie35se.training.arguments import parse_pretrain_arguments  # noqa: E402
 
 MODEL = {
     "model_type": "ernie",
     "architectures": ["Ernie35ForCausalLM"],
-    "vocab_size": 128,
+    "vocab_size": 101,  # training makes it 128
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 4,
@@ -57,9 +62,9 @@ pytestmark = pytest.mark.slow  # several launches
 def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     draw = np.random.default_rng(0)
-    with TokenFileWriter(str(folder / "toy"), 128) as writer:
+    with TokenFileWriter(str(folder / "toy"), 101) as writer:
         for length in draw.integers(5, 60, 200):
-            writer.add_document(draw.integers(3, 128, length).astype("uint16"))
+            writer.add_document(draw.integers(3, 101, length).astype("uint16"))
     (folder / "model.json").write_text(json.dumps(MODEL))
     return folder
 
@@ -96,6 +101,34 @@ def test_a_launch_script_trains_and_leaves_a_whole_model(place, name):
     ids = paddle.to_tensor([[3, 4, 5, 6]])
     assert np.isfinite(model(ids, labels=ids)[0].item())
     assert (place / name / "checkpoint-2" / "complete.json").is_file()
+
+
+def test_one_process_goes_on_with_what_two_began(place):
+    """The vocabulary is padded alike for one rank and for two."""
+    script, config, flags = RUNS["tensor"]
+    words = [str(ROOT / "configs" / "pretrain" / config), *SHORT, "--model_name_or_path", str(place / "model.json"), "--input_dir",
+             str(place / "toy"), "--output_dir", str(place / "tensor"), "--device", "cpu", *flags, "--tensor_parallel_degree", "1",
+             "--sequence_parallel", "false", "--max_steps", "3"]  # fmt: skip
+    assert run_pretrain.main(words) == 0
+    state = json.loads((place / "tensor" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3 and [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3]
+    model = Ernie35ForCausalLM.from_pretrained(str(place / "tensor"))
+    assert model.lm_head.weight.shape == [32, 128] and model.ernie.embed_tokens.weight.shape == [128, 32]
+
+
+def test_a_degree_that_the_padded_vocabulary_does_not_allow_is_refused_with_the_numbers(tmp_path):
+    def vocabulary(degree, **changes):
+        (tmp_path / "model.json").write_text(json.dumps({**MODEL, "num_attention_heads": 12, "hidden_size": 48, **changes}))
+        words = ["--model_name_or_path", str(tmp_path / "model.json"), "--dry_run", "--dry_run_devices", str(degree),
+                 "--tensor_parallel_degree", str(degree)]  # fmt: skip
+        return build.load_config(build.Settings(*parse_pretrain_arguments(words)), None, None).vocab_size
+
+    assert [vocabulary(degree) for degree in (1, 2, 4)] == [128, 128, 128]
+    with pytest.raises(ValueError) as refusal:
+        vocabulary(3)
+    assert "tensor_parallel_degree 3 does not divide vocab_size 128 (remainder 2)" in str(refusal.value)
+    assert "or a model with vocab_size 384" in str(refusal.value)
+    assert vocabulary(3, vocab_size=384) == 384
 
 
 def test_settings_that_do_not_fit_end_the_job_with_the_numbers(place):
