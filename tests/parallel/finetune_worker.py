@@ -1,6 +1,8 @@
 """Runs scripts/run_finetune.py on each rank, once for each list of words in a JSON file.
 
-    finetune_worker.py FOLDER FILE        FOLDER receives the logs
+    finetune_worker.py FOLDER FILE                FOLDER receives the logs
+    finetune_worker.py FOLDER FILE broken         on rank 1 the fourth batch cannot be made
+    finetune_worker.py FOLDER FILE missing        on rank 1 there are no data
 """
 
 from __future__ import annotations
@@ -10,10 +12,34 @@ import sys
 from pathlib import Path
 
 import cpu_gloo  # noqa: F401  before fleet.init
+import paddle.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import run_finetune  # noqa: E402
 
+from ernie35se.data import sft  # noqa: E402
+from ernie35se.training import callbacks  # noqa: E402
+
+
+def break_batch(last: int) -> None:
+    """Let batches after so many fail."""
+    plain, made = sft.collate, []
+
+    def collate(samples, **settings):
+        made.append(samples)
+        if len(made) > last:
+            raise ValueError(f"batch {len(made)} is broken on this disk")
+        return plain(samples, **settings)
+
+    sft.collate = collate
+
+
 if __name__ == "__main__":
+    callbacks.draw_curves = lambda *args: None  # takes longer than these runs
+    fault = sys.argv[3] if len(sys.argv) > 3 and dist.get_rank() == 1 else None
+    if fault == "broken":
+        break_batch(3)
     for words in json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")):
+        if fault == "missing":
+            words += ["--dataset_name_or_path", "not-on-this-disk"]
         assert run_finetune.main(words) == 0, words

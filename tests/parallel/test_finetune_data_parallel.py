@@ -1,45 +1,76 @@
-"""The same settings under paddle.distributed.launch: two data ranks fine-tune as one process does."""
+"""Fine-tuning on two data ranks, through the script: as one process does it, and when one of them fails."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "training"), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from finetune_cases import HERE, same_ending  # noqa: E402  before the next, whose places it knows
 
 import run_finetune  # noqa: E402
-from finetune_run import losses, settings, words_of, write_base  # noqa: E402
-from launching import launch  # noqa: E402
+from finetune_run import losses, settings, words_of, write_base, write_records  # noqa: E402
+from launching import launch, launch_worker  # noqa: E402
+
+METHODS = {"sft": dict(learning_rate=1e-3), "lora": dict(lora=1, lora_plus_scale=2.0)}
+LAYOUTS = {"data": {}, "stage1": dict(sharding="stage1"), "stage2": dict(sharding="stage2")}
 
 
-@pytest.mark.parametrize("sharding", ["", "stage1", "stage2"])
-def test_two_data_ranks_equal_one_process(sharding, tmp_path):
-    base = write_base(tmp_path / "base", enable_random_position_ids=False)
-    data = tmp_path / "data"
-    data.mkdir()
-    words = "one two moon star".split()
-    records = [{"src": f"swap: {a} {b}", "tgt": "moon"} for a in words for b in words]  # a mean over ranks is
-    for split in ("train", "dev"):  # the mean over tokens only where all responses are equally long
-        (data / f"{split}.json").write_text("\n".join(map(json.dumps, records)))
-    common = dict(lora=1, lora_plus_scale=2.0, max_steps=4, gradient_accumulation_steps=1, logging_steps=1)
-    alone = settings(base, data, tmp_path / "alone", **common, per_device_train_batch_size=4)
-    assert run_finetune.main(words_of(alone)) == 0
-    two = settings(base, data, tmp_path / "two", **common, per_device_train_batch_size=2)
-    if sharding:
-        two["sharding"] = sharding
-    status, logs = launch([ROOT / "scripts" / "run_finetune.py", *words_of(two)], tmp_path / "log")
-    assert status == 0, logs[-6000:]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
-    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("alone", "two")]
-    assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], abs=1e-5)
-    assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
-    states = [load_file(tmp_path / name / "lora_model_state.safetensors") for name in ("alone", "two")]
-    for name, value in states[0].items():
-        np.testing.assert_allclose(states[1][name], value, atol=2e-4, err_msg=name)
+class Runs:
+    """Three epochs, six steps of two micro-batches; FOLDER/<layout>-<method> is what a run leaves."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.base = write_base(folder / "base", enable_random_position_ids=False)  # data ranks draw their own
+        self.data = folder / "data"
+        self.data.mkdir()
+        words = "one two moon star".split()
+        records = [{"src": f"swap: {a} {b}", "tgt": "moon"} for a in words for b in words]  # a mean over ranks is
+        for split in ("train", "dev"):  # the mean over tokens only where all responses are equally long
+            (self.data / f"{split}.json").write_text("\n".join(map(json.dumps, records)))
+
+    def output(self, layout: str, method: str) -> Path:
+        return self.folder / f"{layout}-{method}"
+
+    def words(self, layout: str, method: str, **changes) -> list[str]:
+        common = dict(num_train_epochs=3, max_grad_norm=0.3, **METHODS[method])
+        return words_of(settings(self.base, self.data, self.output(layout, method), **{**common, **changes}))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    for method in METHODS:
+        assert run_finetune.main(runs.words("one", method, per_device_train_batch_size=4)) == 0
+    for kind, layouts in (("data", ["data"]), ("sharding", ["stage1", "stage2"])):
+        plan = runs.folder / f"{kind}.json"
+        plan.write_text(json.dumps([runs.words(layout, method, **LAYOUTS[layout]) for layout in layouts for method in METHODS]))
+        launch_worker("finetune_worker.py", runs.folder, plan)
+        (runs.folder / "log").rename(runs.folder / f"log-{kind}")
+    return runs
+
+
+@pytest.mark.slow  # two launches
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_two_data_ranks_equal_one_process(runs, method, layout):
+    expected = losses(runs.output("one", method))
+    assert len(expected) == 6 and expected[0] - expected[-1] > 0.02
+    assert losses(runs.output(layout, method)) == pytest.approx(expected, abs=1e-5)
+    same_ending(runs.base, runs.output("one", method), runs.output(layout, method))
+
+
+@pytest.mark.slow  # a launch each
+@pytest.mark.parametrize("fault, reason", [("missing", "not-on-this-disk"), ("broken", "batch 4 is broken on this disk")])
+def test_a_rank_that_fails_ends_the_whole_job_with_the_reason(fault, reason, tmp_path):
+    base, data, plan = write_base(tmp_path / "base"), write_records(tmp_path / "data"), tmp_path / "runs.json"
+    plan.write_text(json.dumps([words_of(settings(base, data, tmp_path / "output", lora=1))]))
+    started = time.monotonic()
+    status, logs = launch([HERE / "finetune_worker.py", tmp_path, plan, fault], tmp_path / "log", timeout=120)
+    assert status not in (0, -1) and time.monotonic() - started < 90
+    assert reason in logs.partition("== workerlog.1")[2]
+    assert not (tmp_path / "output" / "all_results.json").exists()

@@ -1,4 +1,5 @@
-"""Fine-tuning on two tensor-parallel ranks, through the script: losses, and what is saved, equal one process's."""
+"""Fine-tuning on two tensor-parallel ranks, through the script, equals one process's: from the start, after an
+interruption, from one process's work, and back."""
 
 from __future__ import annotations
 
@@ -6,61 +7,90 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "tests" / "training"), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from finetune_cases import same_ending  # noqa: E402  before the next, whose places it knows
 
 import run_finetune  # noqa: E402
-from cases import weights_of  # noqa: E402
 from finetune_run import losses, settings, words_of, write_base, write_records  # noqa: E402
-from launching import launch  # noqa: E402
+from launching import launch_worker  # noqa: E402
 
-from ernie35se import peft  # noqa: E402
-from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
 from ernie35se.training.finetune_arguments import parse_finetune_arguments  # noqa: E402
 
 METHODS = {
     "sft": dict(learning_rate=1e-3),
+    "sft_unified": dict(learning_rate=1e-3, unified_checkpoint=True),
     "lora": dict(lora=1, lora_plus_scale=2.0, merge_weights=True),
     "pissa": dict(lora=1, pissa=True, lora_rank=3),
     "linchain": dict(lora=1, rslora=True, lora_use_mixer=True, mixer_num=2),
 }
+SAVED = ("lora", "pissa", "linchain")  # what an adapter's folder is named by
+TWO = dict(tensor_parallel_degree=2)
 
 
-@pytest.mark.slow  # a launch each
+class Runs:
+    """Two epochs, six steps, a checkpoint after each epoch; FOLDER/<name>-<method> is what a run leaves."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.base = write_base(folder / "base", num_attention_heads=4)  # random positions are on
+        self.data = write_records(folder / "data")
+
+    def output(self, name: str, method: str) -> Path:
+        return self.folder / f"{name}-{method}"
+
+    def words(self, name: str, method: str, **changes) -> list[str]:
+        common = dict(max_grad_norm=0.3, load_best_model_at_end=False, **METHODS[method])
+        return words_of(settings(self.base, self.data, self.output(name, method), **{**common, **changes}))
+
+    def resumed(self, name: str, maker: str, method: str, **changes) -> list[str]:
+        """From the checkpoint after step 3, as a kill leaves it: with the schedule of the whole run."""
+        checkpoint = self.output(maker, method) / "checkpoint-3"
+        return self.words(name, method, resume_from_checkpoint=checkpoint, **changes)
+
+    def started(self, name: str, method: str, **changes) -> list[str]:
+        """From the adapter that one process has saved."""
+        return self.words(name, method, lora_path=self.output("one", method), seed=5, **changes)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("runs"))
+    for method in METHODS:
+        assert run_finetune.main(runs.words("one", method)) == 0
+    of_ranks = [runs.words("two", method, **TWO) for method in METHODS]
+    of_ranks += [runs.resumed("two-from-two", "two", method, **TWO) for method in METHODS]
+    of_ranks += [runs.resumed("two-from-one", "one", method, **TWO) for method in METHODS]
+    of_ranks += [runs.started("two-started", method, **TWO) for method in SAVED]
+    plan = runs.folder / "runs.json"
+    plan.write_text(json.dumps(of_ranks))
+    launch_worker("finetune_worker.py", runs.folder, plan)
+    for method in METHODS:
+        assert run_finetune.main(runs.resumed("one-from-two", "two", method)) == 0
+    for method in SAVED:
+        assert run_finetune.main(runs.started("one-started", method)) == 0
+    return runs
+
+
+@pytest.mark.slow  # one launch for all
+@pytest.mark.parametrize("name", ["two", "two-from-two", "two-from-one", "one-from-two"])
 @pytest.mark.parametrize("method", METHODS)
-def test_two_tensor_parallel_ranks_equal_one_process(method, tmp_path):
-    base = write_base(tmp_path / "base", num_attention_heads=4)  # random positions are on
-    data = write_records(tmp_path / "data")
-    common = dict(max_grad_norm=0.3, **METHODS[method])
-    alone = settings(base, data, tmp_path / "alone", **common)
-    assert run_finetune.main(words_of(alone)) == 0
-    two = settings(base, data, tmp_path / "two", tensor_parallel_degree=2, **common)
-    status, logs = launch([ROOT / "scripts" / "run_finetune.py", *words_of(two)], tmp_path / "log")
-    assert status == 0, logs[-6000:]
-    expected = losses(tmp_path / "alone")
+def test_losses_and_results_are_one_uninterrupted_process_s(runs, method, name):
+    expected = losses(runs.output("one", method))
     assert len(expected) == 6 and expected[0] - expected[-1] > 0.02
-    assert losses(tmp_path / "two") == pytest.approx(expected, abs=1e-5)
-    results = [json.loads((tmp_path / name / "all_results.json").read_text()) for name in ("alone", "two")]
-    assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], abs=1e-5)
-    assert results[1]["eval_accuracy"] == results[0]["eval_accuracy"]
-    merged = [merged_weights(base, tmp_path / name) for name in ("alone", "two")]
-    start = weights_of(Ernie35ForCausalLM.from_pretrained(str(base)))
-    assert max(np.abs(merged[0][name] - start[name]).max() for name in start) > 1e-3
-    assert merged[0].keys() == merged[1].keys()
-    for name, value in merged[0].items():
-        np.testing.assert_allclose(merged[1][name], value, atol=2e-4, err_msg=name)
+    assert losses(runs.output(name, method)) == pytest.approx(expected, abs=1e-5)
+    same_ending(runs.base, runs.output("one", method), runs.output(name, method))
 
 
-def merged_weights(base: Path, output: Path) -> dict[str, np.ndarray]:
-    """Of the model that a run made, in one piece; its adapters merged."""
-    if not peft.saved_method(output):
-        return weights_of(Ernie35ForCausalLM.from_pretrained(str(output)))
-    model = Ernie35ForCausalLM.from_pretrained(str(base))
-    return weights_of(peft.merge(peft.load(model, output)))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", SAVED)
+def test_two_ranks_start_from_a_saved_adapter_as_one_process_does(runs, method):
+    expected = losses(runs.output("one-started", method))
+    afresh = losses(runs.output("one", method))
+    assert len(expected) == 6 and afresh[0] - expected[0] > 0.02  # it did start from what had been learnt
+    assert losses(runs.output("two-started", method)) == pytest.approx(expected, abs=1e-5)
+    same_ending(runs.base, runs.output("one-started", method), runs.output("two-started", method))
 
 
 @pytest.mark.parametrize("switch", ["vera", "lokr", "dislora", "reft", "tare", "prefix_tuning", "lora --use_mora"])

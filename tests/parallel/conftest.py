@@ -1,0 +1,11 @@
+"""Shared by the parallel tests."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_pictures():
+    """Drawing takes longer than the short runs of this process; the launch scripts' runs draw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ernie35se.training.callbacks.draw_curves", lambda *args: None)
+        yield
