@@ -79,9 +79,11 @@ def prepare(model_args, data_args, training_args):
     finetune_build.check_lengths(encoder.limits, config, tokenizer)
     if not training_args.dry_run:
         finetune_build.check_splits(splits, training_args)
-    model = finetune_build.build_model(model_args, training_args, config)
     if training_args.dry_run:
-        return describe(model_args, data_args, training_args, model, splits)
+        describe(model_args, data_args, training_args)
+        print(finetune_build.describe_run(model_args, training_args, config, splits))
+        return None
+    model = finetune_build.build_model(model_args, training_args, config)
     train, dev = splits.get("train"), splits.get("dev")
     generates = data_args.eval_with_do_generation and dev is not None
     if generates and data_args.zero_padding:
@@ -100,28 +102,16 @@ def prepare(model_args, data_args, training_args):
     )
 
 
-def describe(model_args, data_args, training_args, model, splits) -> None:
-    """Print settings, what trains, and what an epoch takes."""
-    from ernie35se import peft
+def describe(*groups) -> None:
+    """Print the settings."""
     from ernie35se.training.finetune_arguments import PRETRAINING_ONLY
 
-    for group in (model_args, data_args, training_args):
+    for group in groups:
         print(f"{group._argument_group_name} settings")
         ours = [kind.__annotations__ for kind in type(group).__mro__ if kind.__module__.startswith("ernie35se.")]
         for item in dataclasses.fields(group):
             if any(item.name in names for names in ours) and item.name not in PRETRAINING_ONLY:
                 print(f"  {item.name} = {getattr(group, item.name)!r}")
-    print(peft.trainable_share(model))
-    weights = sum(p.size for p in model.parameters())
-    trains = sum(p.size for p in model.parameters() if not p.stop_gradient)
-    print(
-        f"Memory in float32 on one device (tensor parallel and sharding divide it): weights {weights * 4 / 2**20:,.1f} "
-        f"MiB, gradients {trains * 4 / 2**20:,.1f} MiB, AdamW {trains * 8 / 2**20:,.1f} MiB, and activations."
-    )
-    if "train" in splits:
-        rows = len(splits["train"].rows)
-        per_step = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
-        print(f"An epoch on one device: {rows:,} rows, {-(-rows // per_step):,} optimizer steps.")
 
 
 def run(trainer) -> None:

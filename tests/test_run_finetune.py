@@ -276,8 +276,26 @@ def test_a_look_at_data_and_settings(place, tmp_path, capsys):
     assert out.count("--- sample") == 3 and "--- lengths in tokens" in out
     assert run(place, tmp_path / "out", lora=1, dry_run=1) == 0
     out = capsys.readouterr().out
-    assert "lora_rank = 8" in out and "LoRA: " in out and "12 rows, 3 optimizer steps" in out
+    assert "lora_rank = 8" in out and "12 rows, 3 optimizer steps" in out
+    assert "LoRA: 4,224 of 16,904 parameters train (24.99%)." in out
+    rows = "activations", "working space", "gradients", "optimizer", "weights", "FLOPs per step", "Tokens per step"
+    assert all(f"\n  {row}" in out or f"\n{row}" in out for row in rows)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_reads_no_weights(place, tmp_path, capsys):
+    """A folder with the model's config and tokenizer is enough, whatever the method."""
+    for file in (place / "base").iterdir():
+        if not file.name.startswith("model_state"):
+            (tmp_path / "bare").mkdir(exist_ok=True)
+            shutil.copy(file, tmp_path / "bare")
+    for name, changes in METHODS.items():
+        changes = {**changes, "dry_run": 1, "model_name_or_path": tmp_path / "bare"}
+        assert run(place, tmp_path / "out", **changes) == 0
+        assert ("all weights: 12,680 of 12,680" in capsys.readouterr().out) == (name in ("sft", "neftune"))
+    only_there = {"lora": 1, "lora_path": tmp_path / "nowhere", "dry_run": 1}
+    assert run(place, tmp_path / "out", **only_there) == 2
+    assert "nowhere': no such folder; expected one with lora_config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

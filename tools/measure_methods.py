@@ -21,7 +21,6 @@ EXAMPLE = "  python tools/measure_methods.py --config_dir configs/finetune --bat
 SKIPPED = ("demo_cpu", "neftune", "sft_packed")  # not a method of its own
 BYTES_TRAINED = 16  # bf16 weight and gradient, float32 master weight and two moments
 BYTES_FROZEN = 2
-BYTES_NF4 = 0.5 + (1 + 4 / 256) / 64  # codes, and double-quantised scales
 
 
 def settings_of(file: Path):
@@ -70,35 +69,15 @@ def measure(file: Path, model_name: str, batch: int, length: int, steps: int) ->
     return {"trained": sum(p.size for p in trained), "seconds": min(times), "mib": peak / 1024}
 
 
-def count(file: Path, model_name: str) -> dict:
+def count_large(file: Path, model_name: str) -> dict:
     """Parameters of the large model that train, and GB of weights, gradients and optimizer."""
-    import dataclasses
-
-    import paddle
-
-    from ernie35se import peft
     from ernie35se.configuration import Ernie35Config
-    from ernie35se.modeling import Ernie35ForCausalLM
-    from ernie35se.peft.base import AdapterLinear
+    from ernie35se.training.finetune_estimate import count
 
-    with paddle.LazyGuard():  # shapes without memory
-        model = Ernie35ForCausalLM(Ernie35Config.from_pretrained(model_name, use_flash_attention=False))
-    weights = sum(parameter.size for parameter in model.parameters())
-    config = settings_of(file).adapter_config()
-    if config is None:
-        return {"trained": weights, "gb": weights * BYTES_TRAINED / 1e9}
-    bytes_of_weight = BYTES_FROZEN
-    if getattr(config, "weight_quantize_algo", None):
-        config, bytes_of_weight = (
-            dataclasses.replace(config, weight_quantize_algo=None, weight_double_quant=False),
-            BYTES_NF4,
-        )
-    peft.wrap(model, config, start=False)
-    trained = sum(parameter.size for parameter in model.parameters() if not parameter.stop_gradient)
-    wrapped = [layer for layer in model.sublayers() if isinstance(layer, AdapterLinear)]
-    linear = sum(layer.in_features * layer.out_features for layer in wrapped)
-    frozen = (weights - linear) * BYTES_FROZEN + linear * bytes_of_weight
-    return {"trained": trained, "gb": (frozen + trained * BYTES_TRAINED) / 1e9}
+    config = Ernie35Config.from_pretrained(model_name, use_flash_attention=False)
+    counts = count(config, settings_of(file).adapter_config())
+    size = counts.frozen * BYTES_FROZEN + counts.quantised_bytes + counts.trained * BYTES_TRAINED
+    return {"trained": counts.trained, "gb": size / 1e9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.one:
         file = Path(args.one)
         made = measure(file, args.model, args.batch, args.length, args.steps)
-        print(json.dumps({**made, "large": count(file, args.large_model)}))
+        print(json.dumps({**made, "large": count_large(file, args.large_model)}))
         return 0
     files = [file for file in sorted(Path(args.config_dir).glob("*.json")) if file.stem not in SKIPPED]
     if not files:

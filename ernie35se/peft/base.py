@@ -116,6 +116,10 @@ class Adapter(nn.Layer):
         self.add_parameter(name, parameter)
         return parameter
 
+    def kept_floats(self, rows: int, length: int) -> int:
+        """Floats that autograd keeps of a micro-batch of this shape because of the adapter, for the estimate of memory."""
+        raise NotImplementedError
+
     # -- what some methods need of the training loop
 
     def extra_loss(self) -> Optional[paddle.Tensor]:
@@ -159,6 +163,14 @@ class AdapterLinear(Adapter):
     def update(self, x: paddle.Tensor) -> paddle.Tensor:
         """(..., in) -> (..., out): what the adapter adds, without dropout."""
         raise NotImplementedError
+
+    def kept_by_update(self) -> int:
+        """Floats a token that autograd keeps of `update`, its input not counted, which the base keeps anyway."""
+        raise NotImplementedError
+
+    def kept_floats(self, rows, length):
+        dropped = 0 if self.dropout is None else self.in_features + self.in_features // 4  # values, and a byte each
+        return rows * length * (self.kept_by_update() + dropped)
 
     def taken_from_base(self) -> Optional[paddle.Tensor]:
         """(in, out) part of W that the adapter holds at its start, or None. Depends on frozen parameters

@@ -87,6 +87,9 @@ class DisLoRALinear(AdapterLinear):
         joined = (x @ self.dislora_V_tsd.t() * self.dislora_S_tsd) @ self.dislora_U_tsd.t()
         return (main + joined) * self.config.scaling
 
+    def kept_by_update(self):
+        return 2 * (self.config.r + self.config.s_tsd)
+
     def _main_part(self, suffix=""):
         u, s, v = (getattr(self, f"dislora_{part}{suffix}") for part in "USV")
         return ((u * s) @ v).t() * self.config.scaling  # (in, out)

@@ -91,3 +91,6 @@ class LoKrLinear(AdapterLinear):
             x = x @ self.lokr_w2_b.t() @ self.lokr_w2_a.t()  # (..., i1, o2)
         w1 = self.lokr_w1 if self.whole_w1 else self.lokr_w1_a @ self.lokr_w1_b
         return (w1 @ x).flatten(-2) * self.scaling
+
+    def kept_by_update(self):
+        return self.i1 * (self.o2 + (0 if self.whole_w2 else self.lokr_w2_a.shape[1]))

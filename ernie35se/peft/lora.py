@@ -190,6 +190,9 @@ class LoRALinear(AdapterLinear):
             x = x @ getattr(self, mixer)
         return self.seam.before_last(x) @ self.lora_B * self.scaling
 
+    def kept_by_update(self):
+        return self.lora_A.shape[-1] * (1 + len(self.mixers))
+
     @paddle.no_grad()
     def delta_weight(self):
         product = self.lora_A  # of a cut layer this rank's rows or columns, as base.weight has them
@@ -224,6 +227,9 @@ class MoRALinear(AdapterLinear):
         first, second = x.chunk(2, axis=-1)
         x = x * self.cos + paddle.concat([-second, first], axis=-1) * self.sin
         return _repeated((x @ self.lora_A).flatten(-2), self.out_features)
+
+    def kept_by_update(self):
+        return 2 * self.groups * self.size + 2 * self.in_features
 
 
 def _repeated(x, width):

@@ -59,7 +59,7 @@ class PrefixEncoder(Adapter):
         self, config: PrefixConfig, layers: int, heads: int, head_dim: int, hidden_size: int, dtype, start
     ):
         super().__init__(dtype=dtype)
-        self.heads, self.head_dim, self.length = heads, head_dim, config.num_prefix_tokens
+        self.layers, self.heads, self.head_dim, self.length = layers, heads, head_dim, config.num_prefix_tokens
         self.projected = config.prefix_projection
         self.dropout = nn.Dropout(config.prefix_dropout) if config.prefix_dropout else None
 
@@ -90,6 +90,10 @@ class PrefixEncoder(Adapter):
         values = values if self.dropout is None else self.dropout(values)
         values = values.reshape([1, self.length, 2 * self.heads, self.head_dim]).expand([batch, -1, -1, -1])
         return values.chunk(2, axis=2)
+
+    def kept_floats(self, rows, length):
+        """Keys and values with the prefix in front, beside those without."""
+        return self.layers * rows * 2 * (length + self.length) * self.heads * self.head_dim
 
 
 def wrap(model, config: PrefixConfig, start: bool = True) -> None:

@@ -23,6 +23,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 SCALE_BLOCK = 256
+FLOAT32 = 4  # bytes
 ALGORITHMS = ("nf4", "fp4", "weight_only_int8", "weight_only_int4")
 
 
@@ -148,6 +149,13 @@ def _byte_table(codes: np.ndarray) -> np.ndarray:
     padded[: len(codes)] = codes
     byte = np.arange(256)
     return np.stack([padded[byte & 15], padded[byte >> 4]], axis=1)
+
+
+def stored_bytes(size: int, algorithm: str, block: int, double: bool) -> int:
+    """Bytes in which QuantisedLinear stores a weight of `size` values, scales included."""
+    blocks = -(-size // block)
+    scales = blocks + FLOAT32 * -(-blocks // SCALE_BLOCK) if double else FLOAT32 * blocks
+    return blocks * block // (2 if len(CODES[algorithm]) <= 16 else 1) + scales
 
 
 def check_settings(algorithm: str, block: int) -> None:

@@ -78,18 +78,30 @@ class ReFTConfig(AdapterConfig):
         return "ReFT"
 
 
-class LoreftIntervention(Adapter):
+class Intervention(Adapter):
+    """An edit of hidden states (B, T, C)."""
+
+    def __init__(self, width: int, config: ReFTConfig, dtype):
+        super().__init__(dtype=dtype)
+        self.width, self.rank = width, config.rank
+        self.dropout = nn.Dropout(config.dropout)
+
+    def kept_floats(self, rows, length):
+        return rows * length * (2 * self.width + 3 * self.rank)
+
+
+class LoreftIntervention(Intervention):
     """h + R^T (act(W h + b) - R h)."""
 
     def __init__(self, name, width: int, config: ReFTConfig, dtype):
-        super().__init__(dtype=dtype)
+        super().__init__(width, config, dtype)
         start = generator(config.seed, f"{name}.rotate").normal(size=(width, config.rank))
         self.make("rotate", np.linalg.qr(start)[0])
         self.make(
             "source", kaiming_uniform(config.seed, f"{name}.source", (width, config.rank), fan_in=width)
         )
         self.bias = self.make("source_bias", np.zeros([config.rank])) if config.add_bias else None
-        self.act, self.dropout = ACTIVATIONS[config.act_fn], nn.Dropout(config.dropout)
+        self.act = ACTIVATIONS[config.act_fn]
 
     def rotation(self) -> paddle.Tensor:
         """R^T (C, r), orthonormal columns."""
@@ -100,18 +112,17 @@ class LoreftIntervention(Adapter):
         return h + self.dropout((self.act(F.linear(h, self.source, self.bias)) - h @ rotation) @ rotation.t())
 
 
-class TinyIntervention(Adapter):
+class TinyIntervention(Intervention):
     """h + diag(b) B^T diag(a) A^T h."""
 
     def __init__(self, name, width: int, config: ReFTConfig, dtype):
-        super().__init__(dtype=dtype)
+        super().__init__(width, config, dtype)
         self.make(
             "param_A", kaiming_uniform(config.seed, f"{name}.param_A", (width, config.rank), fan_in=width)
         )
         self.make("param_B", np.zeros([config.rank, width]))
         self.make("param_a", np.ones([config.rank]))
         self.make("param_b", np.ones([width]))
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, h):
         return h + self.dropout((h @ self.param_A * self.param_a) @ self.param_B * self.param_b)

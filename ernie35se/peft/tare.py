@@ -62,3 +62,7 @@ class TareLinear(AdapterLinear):
             -2
         )  # (..., n)
         return h * (weights @ self.tare_a) + weights @ self.tare_b
+
+    def kept_by_update(self):
+        editors = self.tare_a.shape[0]
+        return 2 * self.out_features + editors * (self.k + 2) + 3 * self.k

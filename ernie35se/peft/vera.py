@@ -83,5 +83,8 @@ class VeRALinear(AdapterLinear):
     def update(self, x):
         return (x @ self.vera_A * self.vera_d) @ self.vera_B * self.vera_b * self.scaling
 
+    def kept_by_update(self):
+        return 2 * len(self.vera_d) + self.out_features
+
     def taken_from_base(self):
         return self.vera_A @ self.vera_B_start if self.pissa_init else None

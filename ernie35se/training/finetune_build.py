@@ -27,6 +27,7 @@ from ..data.records import SPLITS, Conversation, find_split_files, parse_records
 from ..data.templates import load_template
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from ..weight_files import warn_pickled_folder
+from . import finetune_estimate
 from .checkpoint import last_checkpoint
 from .finetune import Generation
 from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
@@ -289,8 +290,44 @@ def check_same_method(arguments: FinetuneModelArguments, training: FinetuneArgum
             raise ValueError(f"{folder}: was made with {name} {getattr(saved, name)!r}, the settings say {value!r}; {fix}")
 
 
+def check_adapter_path(arguments: FinetuneModelArguments) -> None:
+    """ValueError where the adapter to start from is not there, or is another method's."""
+    folder, method = arguments.adapter_path, arguments.method
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"{method}_path = {folder!r}: no such folder; expected one with {peft.METHODS[method].config.file_name()}, "
+            "as a run or peft.save leaves it."
+        )
+    found = peft.saved_method(folder)
+    if found != method:
+        raise ValueError(
+            f"{method}_path = {folder!r}: holds {f'a {found} adapter' if found else 'no adapter'}; expected a {method} "
+            f"one, with {peft.METHODS[method].config.file_name()}."
+        )
+
+
+def describe_run(arguments: FinetuneModelArguments, training: FinetuneArguments, config, splits: Dict[str, Samples]) -> str:
+    """What trains, memory, tokens and FLOPs of a step, and the steps of an epoch; no weight is read."""
+    check_adapter_path(arguments)
+    adapter = arguments.adapter_config(training.seed)
+    if arguments.adapter_path:
+        adapter = peft.METHODS[arguments.method].config.load(arguments.adapter_path)
+    first = splits.get("train") or next(iter(splits.values()))
+    longest = max(len(row["input_ids"]) for row in first.rows)
+    plan = finetune_estimate.make_plan(training, config, longest)
+    counts = finetune_estimate.count(config, adapter, plan.micro_batch, longest)
+    lines = [finetune_estimate.report(config, plan, counts)]
+    if "train" in splits:
+        rows, per_step = len(first.rows), plan.samples_per_step
+        lines.append(f"An epoch: {rows:,} rows, {-(-rows // per_step):,} optimizer steps.")
+    return "\n".join(lines)
+
+
 def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, config):
     """The model with its weights, and with the adapters of the method, new or loaded; what trains is said."""
+    check_adapter_path(arguments)
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
         dtype = "bfloat16" if training.bf16 else "float16"
@@ -298,11 +335,6 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
         model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, dtype=dtype)
         if arguments.adapter_path:
-            if peft.saved_method(arguments.adapter_path) != arguments.method:
-                raise ValueError(
-                    f"{arguments.method}_path = {arguments.adapter_path!r}: holds no {arguments.method} "
-                    "adapter."
-                )
             peft.load(model, arguments.adapter_path)
         elif arguments.method:
             peft.wrap(model, arguments.adapter_config(training.seed))

@@ -62,8 +62,9 @@ def test_a_dry_run_of_a_launch_script_is_one_process_that_describes_and_writes_n
     assert done.returncode == 0, done.stderr[-3000:]
     weights = Ernie35ForCausalLM.from_pretrained(str(base)).parameters()
     mib = sum(math.prod(weight.shape) for weight in weights) * 4 / 2**20
+    sizes = [f"  {part:<14} {f'{times * mib:.1f} MiB':>12}" for part, times in (("weights", 1), ("optimizer", 2))]
     words = {
-        "sft_3b.sh": ["lora = False", "sharding = 'stage2'", f"weights {mib:,.1f} MiB", f"AdamW {2 * mib:,.1f} MiB"],
+        "sft_3b.sh": ["lora = False", "sharding = 'stage2'", *sizes],
         "lora_3b.sh": ["lora = True", "tensor_parallel_degree = 2", "LoRA: "],
     }
     for text in (*words[script], "device = 'gpu'", "12 rows, 3 optimizer steps"):
