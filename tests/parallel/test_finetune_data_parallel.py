@@ -17,7 +17,7 @@ from finetune_run import losses, settings, words_of, write_base, write_records  
 from launching import launch, launch_worker  # noqa: E402
 
 METHODS = {"sft": dict(learning_rate=1e-3), "lora": dict(lora=1, lora_plus_scale=2.0)}
-LAYOUTS = {"data": {}, "stage1": dict(sharding="stage1"), "stage2": dict(sharding="stage2")}
+LAYOUTS = {"data": {}, **{stage: dict(sharding=stage) for stage in ("stage1", "stage2", "stage3")}}
 
 
 class Runs:
@@ -46,7 +46,7 @@ def runs(tmp_path_factory) -> Runs:
     runs = Runs(tmp_path_factory.mktemp("runs"))
     for method in METHODS:
         assert run_finetune.main(runs.words("one", method, per_device_train_batch_size=4)) == 0
-    for kind, layouts in (("data", ["data"]), ("sharding", ["stage1", "stage2"])):
+    for kind, layouts in (("data", ["data"]), ("sharding", ["stage1", "stage2", "stage3"])):
         plan = runs.folder / f"{kind}.json"
         plan.write_text(json.dumps([runs.words(layout, method, **LAYOUTS[layout]) for layout in layouts for method in METHODS]))
         launch_worker("finetune_worker.py", runs.folder, plan)

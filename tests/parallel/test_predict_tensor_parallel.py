@@ -27,7 +27,7 @@ spec = importlib.util.spec_from_file_location("predict", ROOT / "scripts" / "pre
 predict = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(predict)
 
-SOURCES = ["moon", "swap three moon", "the \u6708 rises over", "a </s> b", "jumps over the lazy dog", "lazy dog", "three"]
+SOURCES = ["moon", "swap three moon", "the \u6708 rises over", "a </s> b", "jumps over the lazy dog", "lazy dog", "two"]
 GREEDY = ["--decode_strategy", "greedy_search"]
 BATCH = ["--batch_size", "2"]  # rows differ in length: padded on the left
 
@@ -39,6 +39,7 @@ CASES = {
     "beams": ("base", ["--decode_strategy", "beam_search", "--num_beams", "3"] + BATCH),
     "tied": ("tied", GREEDY + BATCH),
     "untrimmed": ("untrimmed", GREEDY + BATCH),
+    "resumed": ("base", GREEDY + BATCH + ["--resume"]),
     "lora": ("base", GREEDY + BATCH + ["--lora_path", "{folder}/lora"]),
     "pieces": ("pieces", GREEDY + BATCH),
     "merged": ("pieces", GREEDY + BATCH + ["--merge_tensor_parallel_path", "{folder}/merged"]),
@@ -92,6 +93,8 @@ def folder(tmp_path_factory) -> Path:
     for case in CASES:
         assert predict.main(words_of(folder, case, "alone")) == 0
     shutil.rmtree(folder / "merged")
+    begun = (folder / "alone" / "resumed.json").read_bytes().splitlines(keepends=True)[:4]
+    (folder / "two" / "resumed.json").write_bytes(b"".join(begun) + b'{"src": "a')  # as a kill leaves it
     return folder
 
 
@@ -106,7 +109,7 @@ def launched(folder) -> Path:
 def test_the_cases_tell_answers_apart(folder):
     alone = {case: answers(folder / "alone" / f"{case}.json") for case in CASES}
     assert len(set(alone["plain"])) == len(SOURCES)
-    assert alone["plain"] == alone["batch"] == alone["pieces"] == alone["merged"]
+    assert alone["plain"] == alone["batch"] == alone["resumed"] == alone["pieces"] == alone["merged"]
     others = [alone[case] for case in ("plain", "sampling", "beams", "tied", "untrimmed", "lora")]
     assert all(left != right for n, left in enumerate(others) for right in others[:n])
 
