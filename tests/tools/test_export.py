@@ -1,4 +1,4 @@
-"""export_model.py, export_hf.py, eval_long_context.py and benchmark_generation.py on a tiny checkpoint."""
+"""export_model.py, export_hf.py and benchmark_generation.py on a tiny checkpoint."""
 
 import json
 import sys
@@ -12,16 +12,13 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmark_generation  # noqa: E402
-import eval_long_context  # noqa: E402
 import export_hf  # noqa: E402
 import export_model  # noqa: E402
 from model_helpers import numpy_logits, tiny_config  # noqa: E402
 from predict_helpers import write_checkpoint  # noqa: E402
 
 from ernie35se import peft  # noqa: E402
-from ernie35se.data.indexed import TokenFileWriter  # noqa: E402
 from ernie35se.modeling import Ernie35ForCausalLM  # noqa: E402
-from ernie35se.tokenizer import Ernie35Tokenizer  # noqa: E402
 
 IDS = np.array([[1, 5, 300, 7, 8], [9, 10, 11, 12, 13]])
 POSITIONS = np.array([[7, 15, 23, 31, 39], [0, 1, 2, 3, 4]])
@@ -102,49 +99,6 @@ def test_safetensors_hold_the_network_in_numpys_hands(tmp_path, settings):
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (
         folder / "sentencepiece.bpe.model"
     ).read_bytes()
-
-
-def write_tokens(prefix, folder, documents=120):
-    rng = np.random.default_rng(0)
-    words = ["moon", "three", "dog", "fox", "hills", "lazy"]
-    tokenizer = Ernie35Tokenizer.from_pretrained(str(folder))
-    with TokenFileWriter(str(prefix), 320) as writer:
-        for _ in range(documents):
-            writer.add_document(np.array(tokenizer.encode_plain(" ".join(rng.choice(words, 12))) + [2]))
-
-
-def test_perplexity_at_several_lengths(folder, tmp_path, capsys):
-    write_tokens(tmp_path / "corpus", folder)
-    plain = write_checkpoint(tmp_path / "plain", enable_random_position_ids=False, max_position_embeddings=32)
-    words = [str(folder), str(plain), "--input_prefix", str(tmp_path / "corpus"), "--split", "50,50,0", "--train_length", "16",
-             "--multiples", "1", "2", "4", "--windows", "2", "--output_dir", str(tmp_path / "out")]  # fmt: skip
-    assert eval_long_context.main(words) == 0
-    printed = capsys.readouterr().out
-    assert (
-        "plain: has 32 positions; longer windows are left out" in printed and "| base | interval |" in printed
-    )
-    curves = json.loads((tmp_path / "out" / "long_context.json").read_text())["curves"]
-    assert [(c["name"], c["trained"], c["scheme"], list(c["perplexity"])) for c in curves] == [
-        ("base", "random", "interval", ["16", "32", "64"]), ("base", "random", "plain", ["16", "32", "64"]),
-        ("plain", "plain", "interval", ["16", "32"]), ("plain", "plain", "plain", ["16", "32"]),
-    ]  # fmt: skip
-    assert (tmp_path / "out" / "long_context.png").read_bytes().startswith(b"\x89PNG")
-
-    tokens = eval_long_context.held_out_tokens(str(tmp_path / "corpus"), "50,50,0", [16, 32, 64], 2)
-    assert tokens.shape == (2, 65)
-    model = Ernie35ForCausalLM.from_pretrained(str(folder))
-    model.eval()
-    losses = []
-    for row in tokens:
-        for start in (0, 32):
-            where = paddle.arange(1, 33) * 8 - 1  # 32 tokens in 256 positions
-            (scores,) = model(paddle.to_tensor(row[None, start : start + 32]), position_ids=where)
-            wide = scores.numpy()[0].astype(np.float64)
-            log_p = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-            losses += [-log_p[t, row[start + t + 1]] for t in range(32)]
-    assert curves[0]["perplexity"]["32"] == pytest.approx(np.exp(np.mean(losses)), rel=1e-4)
-    with pytest.raises(ValueError, match="do not divide into windows of 32"):
-        eval_long_context.held_out_tokens(str(tmp_path / "corpus"), "50,50,0", [16, 32, 48], 2)
 
 
 def test_the_benchmark_compares_loops_that_agree(folder, tmp_path, monkeypatch, capsys):
