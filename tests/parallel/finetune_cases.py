@@ -34,6 +34,11 @@ def same_ending(base: Path, one: Path, other: Path) -> None:
     same_arrays(*merged)
 
 
+def ranks_of(output: Path) -> list[dict[str, np.ndarray]]:
+    """What each of two ranks held in the end, by parameter."""
+    return [dict(np.load(output / f"rank.{rank}.npz")) for rank in range(2)]
+
+
 def same_arrays(first: dict, second: dict) -> None:
     assert first.keys() == second.keys()
     for name, value in first.items():

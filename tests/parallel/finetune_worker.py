@@ -1,4 +1,5 @@
-"""Runs scripts/run_finetune.py on each rank, once for each list of words in a JSON file.
+"""Runs scripts/run_finetune.py on each rank, once for each list of words in a JSON file; what each rank holds in the end
+is <output_dir>/rank.<rank>.npz.
 
     finetune_worker.py FOLDER FILE                FOLDER receives the logs
     finetune_worker.py FOLDER FILE broken         on rank 1 the fourth batch cannot be made
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import cpu_gloo  # noqa: F401  before fleet.init
+import numpy as np
 import paddle.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -34,7 +36,19 @@ def break_batch(last: int) -> None:
     sft.collate = collate
 
 
+def keep_what_trained(run):
+    """`run`, after which this rank's parameters are written."""
+
+    def keeping(trainer):
+        run(trainer)
+        arrays = {name: p.numpy() for name, p in trainer.model.named_parameters() if not p.stop_gradient}
+        np.savez(Path(trainer.args.output_dir) / f"rank.{dist.get_rank()}.npz", **arrays)
+
+    return keeping
+
+
 if __name__ == "__main__":
+    run_finetune.run = keep_what_trained(run_finetune.run)
     callbacks.draw_curves = lambda *args: None  # takes longer than these runs
     fault = sys.argv[3] if len(sys.argv) > 3 and dist.get_rank() == 1 else None
     if fault == "broken":

@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from finetune_cases import HERE, same_ending  # noqa: E402  before the next, whose places it knows
+from finetune_cases import HERE, ranks_of, same_ending  # noqa: E402  before the next, whose places it knows
 
 import run_finetune  # noqa: E402
 from finetune_run import losses, settings, words_of, write_base, write_records  # noqa: E402
@@ -48,7 +49,8 @@ def runs(tmp_path_factory) -> Runs:
         assert run_finetune.main(runs.words("one", method, per_device_train_batch_size=4)) == 0
     for kind, layouts in (("data", ["data"]), ("sharding", ["stage1", "stage2", "stage3"])):
         plan = runs.folder / f"{kind}.json"
-        plan.write_text(json.dumps([runs.words(layout, method, **LAYOUTS[layout]) for layout in layouts for method in METHODS]))
+        words = [runs.words(layout, method, **LAYOUTS[layout]) for layout in layouts for method in METHODS]
+        plan.write_text(json.dumps(words))
         launch_worker("finetune_worker.py", runs.folder, plan)
         (runs.folder / "log").rename(runs.folder / f"log-{kind}")
     return runs
@@ -62,6 +64,17 @@ def test_two_data_ranks_equal_one_process(runs, method, layout):
     assert len(expected) == 6 and expected[0] - expected[-1] > 0.02
     assert losses(runs.output(layout, method)) == pytest.approx(expected, abs=1e-5)
     same_ending(runs.base, runs.output("one", method), runs.output(layout, method))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_are_equal_in_the_end(runs, method, layout):
+    first, second = ranks_of(runs.output(layout, method))
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert value.size
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
 
 
 @pytest.mark.slow  # a launch each

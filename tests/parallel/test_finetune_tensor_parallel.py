@@ -7,15 +7,18 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from finetune_cases import same_ending  # noqa: E402  before the next, whose places it knows
+from finetune_cases import ranks_of, same_ending  # noqa: E402  before the next, whose places it knows
 
 import run_finetune  # noqa: E402
 from finetune_run import losses, settings, words_of, write_base, write_records  # noqa: E402
 from launching import launch_worker  # noqa: E402
 
+from ernie35se import conversion  # noqa: E402
+from ernie35se.configuration import Ernie35Config  # noqa: E402
 from ernie35se.training.finetune_arguments import parse_finetune_arguments  # noqa: E402
 
 METHODS = {
@@ -91,6 +94,23 @@ def test_two_ranks_start_from_a_saved_adapter_as_one_process_does(runs, method):
     assert len(expected) == 6 and afresh[0] - expected[0] > 0.02  # it did start from what had been learnt
     assert losses(runs.output("two-started", method)) == pytest.approx(expected, abs=1e-5)
     same_ending(runs.base, runs.output("one-started", method), runs.output("two-started", method))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["two", "two-from-two", "two-from-one"])
+@pytest.mark.parametrize("method", SAVED)
+def test_what_ranks_both_hold_of_an_adapter_is_equal(runs, method, name):
+    """A of the layers cut by column, B of those cut by row, all mixers."""
+    config = Ernie35Config.from_pretrained(str(runs.base))
+    ranks = ranks_of(runs.output(name, method))
+    assert ranks[0].keys() == ranks[1].keys()
+    shared = {name for name in ranks[0] if conversion.layout(name, config) is None}
+    block = "ernie.layers.1.self_attn_mlp"
+    assert {f"{block}.qkv_gate_up_proj.lora_A", f"{block}.o_proj.lora_B"} <= shared < set(ranks[0])
+    for name in shared:
+        np.testing.assert_array_equal(ranks[0][name], ranks[1][name], err_msg=name)
+    for name in ranks[0].keys() - shared:
+        assert np.abs(ranks[0][name] - ranks[1][name]).max() > 0, name
 
 
 @pytest.mark.parametrize("switch", ["vera", "lokr", "dislora", "reft", "tare", "prefix_tuning", "lora --use_mora"])

@@ -106,19 +106,20 @@ def test_a_launch_script_trains_and_leaves_a_whole_model(place, name):
 def test_one_process_goes_on_with_what_two_began(place):
     """The vocabulary is padded alike for one rank and for two."""
     script, config, flags = RUNS["tensor"]
-    words = [str(ROOT / "configs" / "pretrain" / config), *SHORT, "--model_name_or_path", str(place / "model.json"), "--input_dir",
-             str(place / "toy"), "--output_dir", str(place / "tensor"), "--device", "cpu", *flags, "--tensor_parallel_degree", "1",
-             "--sequence_parallel", "false", "--max_steps", "3"]  # fmt: skip
+    words = [str(ROOT / "configs" / "pretrain" / config), *SHORT, "--device", "cpu", "--model_name_or_path",
+             str(place / "model.json"), "--input_dir", str(place / "toy"), "--output_dir", str(place / "tensor"), *flags,
+             "--tensor_parallel_degree", "1", "--sequence_parallel", "false", "--max_steps", "3"]  # fmt: skip
     assert run_pretrain.main(words) == 0
     state = json.loads((place / "tensor" / "trainer_state.json").read_text())
-    assert state["global_step"] == 3 and [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2, 3]
     model = Ernie35ForCausalLM.from_pretrained(str(place / "tensor"))
     assert model.lm_head.weight.shape == [32, 128] and model.ernie.embed_tokens.weight.shape == [128, 32]
 
 
 def test_a_degree_that_the_padded_vocabulary_does_not_allow_is_refused_with_the_numbers(tmp_path):
     def vocabulary(degree, **changes):
-        (tmp_path / "model.json").write_text(json.dumps({**MODEL, "num_attention_heads": 12, "hidden_size": 48, **changes}))
+        sizes = {"num_attention_heads": 12, "hidden_size": 48}
+        (tmp_path / "model.json").write_text(json.dumps({**MODEL, **sizes, **changes}))
         words = ["--model_name_or_path", str(tmp_path / "model.json"), "--dry_run", "--dry_run_devices", str(degree),
                  "--tensor_parallel_degree", str(degree)]  # fmt: skip
         return build.load_config(build.Settings(*parse_pretrain_arguments(words)), None, None).vocab_size
@@ -152,6 +153,24 @@ def test_a_rank_that_fails_ends_the_whole_job_with_the_reason(tmp_path):
     status, logs = launch([HERE / "failing_worker.py", tmp_path], tmp_path / "log", timeout=120)
     assert status not in (0, -1)
     assert "sample 8 is broken on this disk" in logs
+
+
+@pytest.mark.parametrize("shared, builders", [(False, [0, 2]), (True, [0])])
+def test_one_process_builds_the_index_on_each_node_or_on_a_shared_disk(place, tmp_path, monkeypatch, shared, builders):
+    """Two nodes of two processes; the others wait at the barrier."""
+    words = ["--model_name_or_path", str(place / "model.json"), "--input_dir", str(place / "toy"), "--output_dir",
+             str(tmp_path), "--device", "cpu", "--do_train", "--max_steps", "3", "--share_folder",
+             str(shared)]  # fmt: skip
+    settings = build.Settings(*parse_pretrain_arguments(words))
+    asked = []
+    monkeypatch.setattr(build, "build_train_valid_test_datasets", lambda *_, **how: asked.append(how) or ["train"] * 3)
+    monkeypatch.setattr(paddle.distributed, "get_world_size", lambda: 4)
+    for rank in range(4):
+        monkeypatch.setattr(paddle.distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(type(settings.training), "local_process_index", property(lambda _, rank=rank: rank % 2))
+        build.build_datasets(settings, 128)
+    assert [rank for rank, how in enumerate(asked) if how["is_builder"]] == builders
+    assert all(how["barrier"] is paddle.distributed.barrier for how in asked)
 
 
 @pytest.mark.parametrize("devices", [8, 64, 1024])
