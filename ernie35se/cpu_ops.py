@@ -17,7 +17,10 @@ from paddlenlp.utils.log import logger
 from . import runtime
 
 # What the module has to offer.
-FUNCTIONS = ("cpu_adamw_", "cpu_causal_attention", "cpu_cross_entropy_", "cpu_silu_mul", "cpu_squared_norm")
+FUNCTIONS = (
+    "cpu_adamw_", "cpu_causal_attention", "cpu_cross_entropy_", "cpu_decode_attention_", "cpu_silu_mul", "cpu_skinny_matmul",
+    "cpu_squared_norm",
+)  # fmt: skip
 
 
 def usable(*tensors: paddle.Tensor):

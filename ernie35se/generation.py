@@ -25,10 +25,10 @@ import paddle
 import paddle.nn.functional as F
 from paddlenlp.generation.configuration_utils import DEFAULT_MAX_NEW_TOKENS
 
-from . import parallel
+from . import cpu_ops, parallel
 from .attention import HIDDEN, AttentionInputs, blockwise_attention, choose_core, eager_attention, prepare_mask
 from .positions import position_interval
-from .rope import rope_tables
+from .rope import rope_tables, rotate
 
 PREFILL_BLOCK = 256  # queries that attention takes at a time
 
@@ -37,37 +37,44 @@ class KVCache:
     """Keys and values of one attention layer, (B, H, S, D), written in place into buffers that hold the whole
     request.
 
-    Attention reads the buffers as they are, without a copy; columns that are not written yet are masked. So
+    Attention reads the buffers as they are, without a copy; columns that are not written yet are not looked at. So
     that a request with much room left does not pay for it at every step, buffers start smaller than
     `capacity` and grow by a quarter.
+
+    Args:
+        capacity: columns of the whole request.
+        ops: the module of CPU ops, one of which then does a step; or None.
+        padding: with ops, columns in front of each row's first token, (B,); no elements where no row has any.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self, capacity: int, ops=None, padding: paddle.Tensor | None = None):
+        self.capacity, self.ops, self.padding = capacity, ops, padding
         self.length = self.room = 0  # columns written, columns there
         self._key = self._value = None
+
+    def attend(self, query, key, value, shared: AttentionInputs) -> paddle.Tensor:
+        """Rotate T new tokens, (B, T, H, D) each, add them to the cache, and run the core, or the op where it is a step.
+        Returns the context, (B, T, H, D)."""
+        if self.ops is not None and self.length:
+            return self._step(query, key, value, shared)
+        query, key = rotate(query, shared.cos, shared.sin), rotate(key, shared.cos, shared.sin)
+        key, value = self.append(key, value)
+        return shared.core(query, key, value, shared.mask, False)[0]
 
     def append(self, key: paddle.Tensor, value: paddle.Tensor):
         """Add T tokens, (B, T, H, D) each. Returns what these tokens may look at: themselves while the cache
         was empty, else the buffers, (B, H, room, D)."""
-        start, stop = self.length, self.length + key.shape[1]
-        assert stop <= self.capacity, f"{stop} tokens, room for {self.capacity}"
-        key_heads, value_heads = key.transpose([0, 2, 1, 3]), value.transpose([0, 2, 1, 3])  # (B, H, T, D)
-        if stop > self.room:
-            self.room = self.room_for(stop)
-            self._key, self._value = self._larger(self._key, key_heads), self._larger(
-                self._value, value_heads
-            )
-        else:
-            self._key[:, :, start:stop].copy_(key_heads, True)
-            self._value[:, :, start:stop].copy_(value_heads, True)
-        self.length = stop
+        start = self._make_room(key)
+        self._key[:, :, start : self.length].copy_(key.transpose([0, 2, 1, 3]), True)
+        self._value[:, :, start : self.length].copy_(value.transpose([0, 2, 1, 3]), True)
         return (self._key, self._value) if start else (key, value)
 
     def select(self, rows: paddle.Tensor) -> None:
         """Keep these rows, in this order; a row may be kept more than once (beams)."""
         if self._key is not None:
             self._key, self._value = self._key.index_select(rows), self._value.index_select(rows)
+        if self.padding is not None and self.padding.size:
+            self.padding = self.padding.index_select(rows)
 
     def room_for(self, needed: int) -> int:
         """Columns that the buffers will have once `needed` are written."""
@@ -75,12 +82,28 @@ class KVCache:
             return self.room
         return min(self.capacity, (needed + needed // 4 + 63) // 64 * 64)
 
-    def _larger(self, buffer: paddle.Tensor | None, more: paddle.Tensor) -> paddle.Tensor:
-        """A buffer of `room` columns that holds what was written, then (B, H, T, D) more."""
-        batch, heads, count, head_dim = more.shape
-        rest = paddle.zeros([batch, heads, self.room - self.length - count, head_dim], more.dtype)
-        written = [] if buffer is None else [buffer[:, :, : self.length]]
-        return paddle.concat([*written, more, rest], axis=2)
+    def _step(self, query, key, value, shared: AttentionInputs) -> paddle.Tensor:
+        """One token a row, in one op: it writes the column and reads those up to it, without the padding."""
+        column = self._make_room(key)
+        return self.ops.cpu_decode_attention_(
+            query, key, value, shared.cos, shared.sin, self._key, self._value, self.padding, column
+        )[0]
+
+    def _make_room(self, tokens: paddle.Tensor) -> int:
+        """Count T tokens, (B, T, H, D), as written. Returns the column of the first."""
+        start, stop = self.length, self.length + tokens.shape[1]
+        assert stop <= self.capacity, f"{stop} tokens, room for {self.capacity}"
+        if stop > self.room:
+            self.room = self.room_for(stop)
+            self._key, self._value = self._larger(self._key, tokens), self._larger(self._value, tokens)
+        self.length = stop
+        return start
+
+    def _larger(self, buffer: paddle.Tensor | None, tokens: paddle.Tensor) -> paddle.Tensor:
+        """A buffer of `room` columns, of which the first hold what was written."""
+        batch, _, heads, head_dim = tokens.shape
+        rest = paddle.zeros([batch, heads, self.room - self.length, head_dim], tokens.dtype)
+        return rest if buffer is None else paddle.concat([buffer[:, :, : self.length], rest], axis=2)
 
 
 class Request:
@@ -179,21 +202,23 @@ class InPlaceForward:
     def __init__(self, model, request: Request):
         self.model, config = model, model.config
         layers, capacity = config.num_hidden_layers, request.ids.shape[1]
-        self.caches = [KVCache(capacity) for _ in range(layers)]
+        self.ops = cpu_ops.usable(model.ernie.embed_tokens.weight)
+        padding = paddle.to_tensor(request.padding if request.padding.any() else [], dtype="int64")
+        self.caches = [KVCache(capacity, self.ops, padding) for _ in range(layers)]
         self.last_attention = layers - 2 if config.parallel_attn_hatf else layers - 1
         alike = (request.positions == request.positions[:1]).all()
         where = paddle.to_tensor(request.positions[: 1 if alike else None])
         heads = config.num_attention_heads // parallel.tensor_degree(config)
         tables = rope_tables(where, config.head_dim)  # expanded: Paddle's CPU kernels are slow where shapes differ
         self.cos, self.sin = (table.expand([-1, -1, heads, -1]).contiguous() for table in tables)
-        self.mask = None  # of a step: (room,), or (B, H, 1, room) with padding
+        self.mask = None  # of a step without the op: (room,), or (B, H, 1, room) with padding
 
     def logits(self, request: Request) -> paddle.Tensor:
         """Scores of each row's next token, (B, V)."""
         trunk, tokens, stop = self.model.ernie, request.tokens, request.length
         first = self.caches[0].length == 0
         core = self._prefill_core(request) if first else attend_to_cache
-        mask = None if first else self._step_mask(request)
+        mask = self._step_mask(request) if self.ops is None and not first else None
         span = slice(stop - tokens.shape[1], stop)
         shared = AttentionInputs(tokens.shape[0], core, self.cos[:, span], self.sin[:, span], mask)
         x = trunk.embed_tokens(tokens)  # (B, T, C)

@@ -37,6 +37,7 @@ from . import conversion, parallel
 from .attention import AttentionInputs, choose_core, prepare_mask
 from .configuration import BUILT_IN_CONFIGS, Ernie35Config
 from .generation import Ernie35GenerationMixin, KVCache
+from .linear import linear
 from .loss import causal_lm_loss, head_loss
 from .norm import layer_norm
 from .positions import interval_position_ids, masked_position_ids, position_interval
@@ -112,15 +113,15 @@ def attend(query, key, value, past, shared: AttentionInputs):
 
     Args:
         query, key, value: (B, T, H, D). past: cached (key, value), each (B, S - T, H, D), keys already rotated; a KVCache,
-            which takes them in place; or None.
+            which does all of this in place; or None.
 
     Returns:
         context (B, T, H, D), present (key, value) of all S tokens or (), probabilities (B, H, T, S) or None.
     """
-    query, key = rotate(query, shared.cos, shared.sin), rotate(key, shared.cos, shared.sin)
     if isinstance(past, KVCache):
-        key, value = past.append(key, value)
-    elif past:
+        return past.attend(query, key, value, shared), (), None
+    query, key = rotate(query, shared.cos, shared.sin), rotate(key, shared.cos, shared.sin)
+    if past:
         key = paddle.concat([past[0], key], axis=1)  # (B, S, H, D)
         value = paddle.concat([past[1], value], axis=1)
     if shared.recompute_core:
@@ -256,8 +257,8 @@ class LMHead(nn.Layer):
         self.bias = parallel.vocab_parameter(self, config, is_bias=True) if has_bias else None
 
     def forward(self, x, embedding_weight=None):
-        weight = embedding_weight.t() if self.weight is None else self.weight
-        logits = F.linear(parallel.enter_vocab(self.config, x), weight, self.bias)
+        tied = self.weight is None
+        logits = linear(parallel.enter_vocab(self.config, x), embedding_weight if tied else self.weight, self.bias, tied)
         return parallel.leave_vocab(self.config, logits)  # (B, T, V)
 
     def loss(self, x, labels, embedding_weight=None):

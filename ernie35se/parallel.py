@@ -28,6 +28,7 @@ from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_o
 
 from . import conversion
 from .configuration import Ernie35Config
+from .linear import Linear
 
 # ---- degrees --------------------------------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ def _linear(config: Ernie35Config, in_features: int, out_features: int) -> nn.La
         from paddle.incubate.nn import FusedLinear  # exists in GPU builds only
 
         return FusedLinear(in_features, out_features, bias_attr=bias_attr)
-    return nn.Linear(in_features, out_features, bias_attr=bias_attr)
+    return Linear(in_features, out_features, bias_attr=bias_attr)
 
 
 # ---- sequence parallel ----------------------------------------------------------------------------------------------

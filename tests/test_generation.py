@@ -8,7 +8,7 @@ import pytest
 from model_helpers import build_model, tiny_config
 from paddlenlp.generation import GenerationConfig
 
-from ernie35se import positions
+from ernie35se import cpu_ops, positions
 from ernie35se.generation import InPlaceForward, KVCache, Request, log_normaliser, sample
 
 PROMPTS = [
@@ -419,3 +419,25 @@ def test_only_a_prompts_last_token_asks_the_last_attention_layer(settings, monke
         where = paddle.to_tensor(request.positions[:, : ids.shape[1]])
         (expected,) = model(ids, position_ids=where, attention_mask=mask)
     np.testing.assert_allclose(got.numpy(), expected[:, -1].numpy(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"parallel_attn_hatf": False}, {"tie_word_embeddings": True}, {"use_bias": False}])
+@pytest.mark.parametrize("strategy", [dict(decode_strategy="greedy_search"), dict(decode_strategy="beam_search", num_beams=3)])
+def test_steps_by_cpu_ops_give_the_plain_steps_text(settings, strategy, monkeypatch):
+    """In a padded batch whose rows leave at different times, past the cache's first buffers."""
+    if cpu_ops.usable() is None:
+        pytest.skip("not built: pip install ./external_ops/cpu_ops --no-build-isolation")
+    model, steps = lively_model(max_position_embeddings=512, **settings), []
+    ids, mask = left_padded(PROMPTS)
+    step = KVCache._step
+    monkeypatch.setattr(KVCache, "_step", lambda self, *rest: steps.append(self.length) or step(self, *rest))
+    free = model.generate(ids, attention_mask=mask, max_new_tokens=90, eos_token_id=-1, decode_strategy="greedy_search")[0]
+    ends = [free[0, 70].item(), free[2, 30].item()]
+    answers = []
+    for choice in ("1", "0"):
+        monkeypatch.setenv("ERNIE35SE_CPU_OPS", choice)
+        steps.clear()
+        answers.append(model.generate(ids, attention_mask=mask, max_new_tokens=90, eos_token_id=ends, **strategy))
+        assert bool(steps) == (choice == "1")
+    assert answers[0][0].tolist() == answers[1][0].tolist()
+    np.testing.assert_allclose(answers[0][1].numpy(), answers[1][1].numpy(), rtol=1e-4)

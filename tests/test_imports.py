@@ -17,6 +17,7 @@ PACKAGE = ROOT / "ernie35se"
 LAYERS = [
     {"runtime", "positions", "configuration", "tokenizer", "data"},
     {"cpu_ops"},
+    {"linear"},
     {"attention", "norm", "parallel", "loss", "rope", "conversion", "weight_files", "stages", "generation"},
     {"modeling", "modeling_pipe"},
     {"auto", "peft"},

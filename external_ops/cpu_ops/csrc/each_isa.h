@@ -6,7 +6,10 @@
 //   ...
 //   const auto forward = CPU_OPS_CHOOSE(silu_mul_forward);
 //
+// CPU_OPS_LANES is how many floats a register of the instruction set holds.
+//
 // No guard here either: a source may have several files of kernels. Include what the kernels need before this.
+#define CPU_OPS_LANES 4
 namespace baseline {
 #include CPU_OPS_KERNELS
 }  // namespace baseline
@@ -17,12 +20,16 @@ namespace baseline {
                                                 : cpu_ops::best_isa() == cpu_ops::Isa::kAvx2 ? avx2::function : baseline::function)
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
+#undef CPU_OPS_LANES
+#define CPU_OPS_LANES 8
 namespace avx2 {
 #include CPU_OPS_KERNELS
 }  // namespace avx2
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,prefer-vector-width=512")
+#undef CPU_OPS_LANES
+#define CPU_OPS_LANES 16
 namespace avx512 {
 #include CPU_OPS_KERNELS
 }  // namespace avx512
@@ -30,4 +37,5 @@ namespace avx512 {
 #else
 #define CPU_OPS_CHOOSE(function) baseline::function
 #endif
+#undef CPU_OPS_LANES
 #undef CPU_OPS_KERNELS
