@@ -64,6 +64,7 @@ def prepare(model_args, data_args, training_args):
 
     looks_only = training_args.dry_run or data_args.preview_data
     if not looks_only:
+        finetune_build.check_model_name(model_args)
         build.check_output_dir(training_args)
         build.check_checkpoint(training_args)
         finetune_build.check_same_method(model_args, training_args)
@@ -79,11 +80,13 @@ def prepare(model_args, data_args, training_args):
     finetune_build.check_lengths(encoder.limits, config, tokenizer)
     if not training_args.dry_run:
         finetune_build.check_splits(splits, training_args)
+        finetune_build.check_same_model(training_args, config)
     if training_args.dry_run:
         describe(model_args, data_args, training_args)
         print(finetune_build.describe_run(model_args, training_args, config, splits))
         return None
     model = finetune_build.build_model(model_args, training_args, config)
+    finetune_build.check_same_adapters(training_args, model)
     train, dev = splits.get("train"), splits.get("dev")
     generates = data_args.eval_with_do_generation and dev is not None
     if generates and data_args.zero_padding:

@@ -23,14 +23,23 @@ CONFIGS = sorted((ROOT / "configs" / "finetune").glob("*.json"))
 METHODS = {
     "sft": {},
     "lora": {"lora": 1, "lora_dropout": 0.1},
+    "rslora": {"lora": 1, "rslora": 1},
+    "lora_plus": {"lora": 1, "lora_plus_scale": 4},
+    "quick_lora": {"lora": 1, "use_quick_lora": 1},
     "pissa": {"lora": 1, "pissa": 1},
+    "moslora": {"lora": 1, "lora_use_mixer": 1},
+    "linchain": {"lora": 1, "lora_use_mixer": 1, "mixer_num": 3},
+    "mora": {"lora": 1, "use_mora": 1},
     "qlora": {"lora": 1, "weight_quantize_algo": "nf4", "weight_double_quant": 1},
+    "qlora_int8": {"lora": 1, "weight_quantize_algo": "weight_only_int8"},
     "vera": {"vera": 1},
+    "vera_pissa": {"vera": 1, "vera_pissa_init": 1},
     "lokr": {"lokr": 1, "lokr_rank": 2},
     "dislora": {"dislora": 1, "dash_flag": 2},
     "reft": {"reft": 1, "position": "f2+l2"},
     "tare": {"tare": 1},
     "prefix": {"prefix_tuning": 1, "num_prefix_tokens": 5, "prefix_dropout": 0.1},
+    "prefix_projection": {"prefix_tuning": 1, "num_prefix_tokens": 5, "prefix_projection": 1},
     "neftune": {"neftune": 1},
 }
 
@@ -110,6 +119,18 @@ def test_resumed_at_an_epochs_end_is_as_if_never_interrupted(name, place, tmp_pa
     assert results(tmp_path / "whole")["eval_loss"] == pytest.approx(state["best_metric"], rel=1e-6)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_in_the_middle_of_an_epoch_is_as_if_never_interrupted(name, place, tmp_path):
+    """Epochs end at steps 3 and 6; the checkpoints lie within them."""
+    changes = {**METHODS[name], "save_strategy": "steps", "save_steps": 2, "evaluation_strategy": "no", "do_eval": 0}
+    assert run(place, tmp_path / "whole", **changes) == 0
+    for step in (2, 4):
+        folder = tmp_path / f"from {step}"
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        assert run(place, folder, **changes) == 0
+        assert sorted(losses(folder)) == [1, 2, 3, 4, 5, 6] and losses(folder) == losses(tmp_path / "whole")
+
+
 def test_recompute_and_merged_evaluation_change_nothing(place, tmp_path):
     for name, more in (("plain", {}), ("recompute", {"recompute": 1}), ("merged", {"merge_weights": 1})):
         assert run(place, tmp_path / name, lora=1, max_steps=3, **more) == 0
@@ -178,6 +199,81 @@ def test_pickled_weights_and_adapters_are_named_when_they_are_read(place, tmp_pa
     named = [line.partition(":")[0] for line in said if "you trust its source" in line]
     assert named == [str(place / "base" / "model_state.pdparams"), str(saved.with_suffix(".pdparams"))]
     assert results(tmp_path / "second")["eval_loss"] == pytest.approx(results(tmp_path / "first")["eval_loss"], rel=1e-6)
+
+
+def encoded(place, split):
+    """The tiny base model, and the samples of a split as the script makes them."""
+    from ernie35se.modeling import Ernie35ForCausalLM
+    from ernie35se.training import finetune_build
+    from ernie35se.training.finetune_arguments import parse_finetune_arguments
+
+    words = words_of(settings(place / "base", place / "data", place / "unused"))
+    model_args, data_args, _ = parse_finetune_arguments(words)
+    encoder = finetune_build.make_encoder(finetune_build.load_tokenizer(model_args), data_args)
+    samples = finetune_build.load_samples(data_args, encoder)[split].samples
+    model = Ernie35ForCausalLM.from_pretrained(str(place / "base"))
+    model.eval()
+    return model, samples
+
+
+def log_probabilities(model, sample):
+    """(T, V) float64 of one sample alone, and its labels."""
+    logits = model(input_ids=paddle.to_tensor([sample["input_ids"]]), return_dict=True).logits[0]
+    scores = logits.numpy().astype("float64")
+    scores -= scores.max(axis=-1, keepdims=True)
+    return scores - np.log(np.exp(scores).sum(axis=-1, keepdims=True)), np.array(sample["labels"])
+
+
+def test_evaluation_by_hand(place, tmp_path):
+    """Loss, perplexity and accuracy over all learnt tokens, sample by sample; whatever eval_accumulation_steps says."""
+    from ernie35se import peft
+
+    assert run(place, tmp_path / "trained", lora=1) == 0
+    only = dict(lora=1, lora_path=tmp_path / "trained", do_train=False, evaluation_strategy="no")
+    assert run(place, tmp_path / "plain", **only) == 0
+    assert run(place, tmp_path / "accumulated", **only, eval_accumulation_steps=1) == 0
+    model, samples = encoded(place, "dev")
+    peft.load(model, tmp_path / "trained").eval()
+    each, right = [], []
+    for sample in samples:
+        log_p, labels = log_probabilities(model, sample)
+        learnt = np.flatnonzero(labels != -100)
+        each += list(-log_p[learnt, labels[learnt]])
+        right += list(log_p[learnt].argmax(axis=-1) == labels[learnt])
+    expected = {"eval_loss": np.mean(each), "eval_ppl": np.exp(np.mean(each)), "eval_accuracy": np.mean(right)}
+    for name in ("plain", "accumulated"):
+        found = results(tmp_path / name)
+        assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_label_smoothing_in_training_and_not_in_evaluation(place, tmp_path):
+    """The first step's loss is the base model's, smoothed; all 12 records are in it, at positions 0, 1, 2, ..."""
+    write_base(tmp_path / "base", enable_random_position_ids=False)
+    shutil.copytree(place / "data", tmp_path / "data")
+    place = tmp_path
+    step = dict(lora=1, label_smoothing=0.2, max_steps=1, per_device_train_batch_size=12, gradient_accumulation_steps=1)
+    assert run(place, tmp_path / "on", **step, learning_rate=1e-12) == 0
+    model, samples = encoded(place, "train")
+    each = []
+    for sample in samples:
+        log_p, labels = log_probabilities(model, sample)
+        for row, label in zip(log_p, labels):
+            if label != -100:
+                target = np.full(len(row), 0.2 / len(row))
+                target[label] += 0.8
+                each.append(-(target * row).sum())
+    assert losses(tmp_path / "on")[1] == pytest.approx(np.mean(each), rel=1e-5)
+    only = dict(do_train=False, evaluation_strategy="no")
+    assert run(place, tmp_path / "untrained", **only) == 0
+    assert results(tmp_path / "on")["eval_loss"] == pytest.approx(results(tmp_path / "untrained")["eval_loss"], rel=1e-5)
+
+
+def test_less_perplexity_is_better(place, tmp_path):
+    more = dict(metric_for_best_model="ppl", load_best_model_at_end=1, learning_rate=0.01)
+    assert run(place, tmp_path, lora=1, **more) == 0
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    measured = [record["eval_ppl"] for record in state["log_history"] if "eval_ppl" in record]
+    assert state["best_metric"] == min(measured) < max(measured)
 
 
 def test_generation_and_early_stopping(place, tmp_path):
@@ -306,7 +402,14 @@ def test_a_dry_run_reads_no_weights(place, tmp_path, capsys):
         ({"lora": 1, "lora_target_modules": "q_proj"}, "'q_proj' matches no linear layer"),
         ({"lora": 1, "lora_path": "nowhere"}, "nowhere"),
         ({"dataset_name_or_path": "nowhere"}, "no such folder or file"),
-        ({"model_name_or_path": "ernie/tiny-random-ernie"}, "no tokenizer could be loaded"),
+        ({"model_name_or_path": "ernie/tiny-random-ernie"}, "no weights of it were ever released"),
+        ({"model_name_or_path": "nowhere/at/all"}, "there is no such folder, and nothing of that name"),
+        ({"tokenizer_name_or_path": __file__}, "is a file; expected a tokenizer's folder, with sentencepiece.bpe.model"),
+        ({"tokenizer_name_or_path": str(ROOT / "configs")}, "holds finetune, model, pretrain, qwen; expected a tokenizer"),
+        ({"optim": "foo"}, "choose from 'adamw'"),
+        ({"metric_for_best_model": "accurcy"}, "did you mean accuracy?"),
+        ({"metric_for_best_model": "rougeL"}, "eval_with_do_generation"),
+        ({"metric_for_best_model": "ppl", "greater_is_better": 1}, "less of ppl is better"),
         ({"template": "nothing"}, "neither a file nor one of"),
         ({"truncation_strategy": "raise", "src_length": 2}, "src_length is 2"),
         ({"reft": 1, "zero_padding": 1}, "packed rows have several"),
@@ -318,13 +421,70 @@ def test_a_dry_run_reads_no_weights(place, tmp_path, capsys):
         ({"merge_weights": 1}, "nothing that could be merged"),
         ({"evaluation_strategy": "no", "load_best_model_at_end": 1}, "needs evaluations"),
         ({"continue_training": 1}, "a setting of pretraining"),
-        ({"lora": 1, "sharding_parallel_config": "enable_stage1_overlap"}, "stage1_overlap"),
+        ({"lora": 1, "sharding_parallel_config": "enable_stage1_overlap"}, "sharding_parallel_config = "),
+        ({"lora": 1, "sharding_stage1_overlap": 1}, "sharding_stage1_overlap = True: stage1_overlap expects a gradient"),
     ],
 )
 def test_mistakes_end_with_status_2_and_one_message(changes, message, place, tmp_path, capsys):
     assert run(place, tmp_path / "out", **changes) == 2
     error = capsys.readouterr().err
     assert "run_finetune.py: error: " in error and message in error and "Traceback" not in error
+
+
+def test_weights_that_do_not_belong_to_the_config_are_refused(place, tmp_path, capsys):
+    def refused(*words):
+        assert run(place, tmp_path / "out", lora=1, model_name_or_path=tmp_path / "base") == 2
+        error = capsys.readouterr().err
+        assert all(word in error for word in (str(tmp_path / "base"), *words)) and "Traceback" not in error
+
+    def base(**changes):
+        shutil.rmtree(tmp_path / "base", ignore_errors=True)
+        shutil.copytree(place / "base", tmp_path / "base")
+        file = tmp_path / "base" / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        return tmp_path / "base"
+
+    weights = base() / "model_state.pdparams"
+    weights.unlink()
+    refused("the folder holds config.json", "expected weights, model_state*.pdparams")
+    weights.write_bytes((place / "base" / weights.name).read_bytes()[:3000])
+    refused("the weights cannot be loaded", "Copy the folder again")
+    base(num_hidden_layers=4)
+    refused("14 weights of the model of config.json are not in its files", "would start at random")
+    base(hidden_size=48)
+    refused("receives a shape [96, 24], but the expected shape is [96, 48]")
+    (base() / "config.json").write_text('{"model_type": "ernie"')
+    refused("cannot be read", "config.json")
+    (base() / "config.json").unlink()
+    refused("the folder holds", "expected a model's folder, with config.json and weights")
+
+
+@pytest.mark.parametrize("name, message", [
+    ("sft", "holds a model with hidden_size 24, the settings ask for 48"),
+    ("lora", "lora_A has shape [24, 8]; expected [48, 8] for this model"),
+])  # fmt: skip
+def test_a_base_of_another_size_is_not_resumed(name, message, place, tmp_path, capsys):
+    """Also under the same path, where only the checkpoint tells."""
+    shutil.copytree(place / "base", tmp_path / "base")
+    changes = {**METHODS[name], "model_name_or_path": tmp_path / "base", "evaluation_strategy": "no", "do_eval": 0}
+    assert run(place, tmp_path / "out", **changes, max_steps=2) == 0
+    write_base(tmp_path / "base", hidden_size=48)
+    kept = losses(tmp_path / "out")
+    assert run(place, tmp_path / "out", **changes, max_steps=3) == 2
+    error = capsys.readouterr().err
+    assert message in error and "checkpoint-2" in error and "--overwrite_output_dir" in error and "Traceback" not in error
+    assert losses(tmp_path / "out") == kept
+
+
+def test_a_qwen_of_another_size_is_not_resumed(qwen, place, tmp_path, capsys):
+    changes = dict(src_length=60, max_length=120, evaluation_strategy="no", do_eval=0)
+    words = words_of(settings(qwen, place / "data", tmp_path / "out", **changes))
+    assert run_finetune.main([*words, "--max_steps", "2"]) == 0
+    shutil.copytree(qwen, tmp_path / "qwen")
+    file = tmp_path / "qwen" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 1}))
+    assert run_finetune.main([*words, "--max_steps", "3", "--model_name_or_path", str(tmp_path / "qwen")]) == 2
+    assert "holds a model with num_hidden_layers 2, model_name_or_path has 1" in capsys.readouterr().err
 
 
 def test_no_dev_split_is_refused_before_training(place, tmp_path, capsys):

@@ -42,7 +42,7 @@ from .tare import TareConfig, TareLinear
 from .vera import VeRAConfig, VeRALinear
 
 __all__ = [
-    "METHODS", "wrap", "save", "load", "load_state", "merge", "merged", "is_wrapped", "trainable_share",
+    "METHODS", "wrap", "save", "load", "load_state", "check_fits", "merge", "merged", "is_wrapped", "trainable_share",
     "extra_loss", "after_step", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig",
     "LoRAConfig", "VeRAConfig", "LoKrConfig", "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
 ]  # fmt: skip
@@ -238,6 +238,11 @@ def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
     _change_bases(model, 1)
     _set_state(model, state)
     _change_bases(model, -1)
+
+
+def check_fits(model: nn.Layer, folder: Union[str, Path]) -> None:
+    """ValueError unless the adapters saved in a folder are such as this wrapped model has."""
+    _check_state(model, _my_pieces(model, read_state(Path(folder), model.adapter_config.method)))
 
 
 def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:

@@ -23,6 +23,7 @@ from .arguments import (
     _check_choices,
     _check_range,
     _default_text,
+    _nearest,
     _setting,
     parse_arguments,
 )
@@ -37,6 +38,10 @@ SWITCHES = {
     "tare": "tare",
     "prefix_tuning": "prefix",
 }
+OPTIMIZERS = ("adamw", "adamw_mini", "adamw_custom", "adamw_16bit_moment")  # what PaddleNLP's Trainer can make
+# metric_for_best_model -> whether more of it is better
+METRICS = {"loss": False, "ppl": False, "accuracy": True}
+GENERATION_METRICS = {"rouge1": True, "rouge2": True, "rougeL": True, "bleu4": True}
 # Settings of pretraining that mean nothing here.
 PRETRAINING_ONLY = ("continue_training", "decay_steps", "min_learning_rate", "eval_iters", "do_predict")
 
@@ -302,6 +307,10 @@ class FinetuneArguments(PretrainArguments):
     early_stopping_patience: int = _setting(
         0, "Stop after this many evaluations without a better metric_for_best_model; 0: never."
     )
+    optim: str = _setting("adamw", "Optimizer.", choices=OPTIMIZERS)
+    sharding_stage1_overlap: bool = _setting(
+        False, "The same as `--sharding_parallel_config enable_stage1_overlap`; for SFT only."
+    )
     logging_steps: int = _setting(10, "Log every so many steps.")
     metric_for_best_model: Optional[str] = _setting(
         None, "What the best model has the best of: loss (the default), accuracy, ppl, rougeL, bleu4, ..."
@@ -328,8 +337,30 @@ class FinetuneArguments(PretrainArguments):
             raise SettingError("evaluation_strategy", "no", f"{needy} needs evaluations; set epoch or steps")
         if self.early_stopping_patience and not self.metric_for_best_model:
             self.metric_for_best_model = "loss"
+        self._resolve_metric()
+        if self.sharding_stage1_overlap and "enable_stage1_overlap" not in self.sharding_parallel_config:
+            self.sharding_parallel_config = f"{self.sharding_parallel_config} enable_stage1_overlap".strip()
         self.min_learning_rate = self.lr_decay_ratio * self.learning_rate
         super().__post_init__()
+
+
+    def _resolve_metric(self):
+        """Check metric_for_best_model; PaddleNLP would take more of anything but the loss for better."""
+        if self.metric_for_best_model is None:
+            return
+        known = {**METRICS, **GENERATION_METRICS}
+        name = self.metric_for_best_model.removeprefix("eval_")
+        if name not in known:
+            raise SettingError(
+                "metric_for_best_model",
+                self.metric_for_best_model,
+                f"expected one of {', '.join(known)}{_nearest(name, known)}",
+            )
+        if self.greater_is_better is None:
+            self.greater_is_better = known[name]
+        elif self.greater_is_better != known[name]:
+            better = "more" if known[name] else "less"
+            raise SettingError("greater_is_better", self.greater_is_better, f"{better} of {name} is better; leave it out")
 
 
 ARGUMENT_CLASSES = (FinetuneModelArguments, FinetuneDataArguments, FinetuneArguments)
@@ -351,6 +382,11 @@ def _reconcile(model, data, training) -> FinetuneSettings:
     if not (source or "").strip() and (source is not None or data.task_name is None):
         raise SettingError(
             "dataset_name_or_path", source, "expected a folder or file of records, or a task_name"
+        )
+    metric = (training.metric_for_best_model or "").removeprefix("eval_")
+    if metric in GENERATION_METRICS and not data.eval_with_do_generation:
+        raise SettingError(
+            "metric_for_best_model", training.metric_for_best_model, "it is measured with eval_with_do_generation only; set that"
         )
     looks_only = training.dry_run or data.preview_data
     if not looks_only:
@@ -387,11 +423,12 @@ def _reconcile(model, data, training) -> FinetuneSettings:
         raise SettingError(
             "zero_padding", True, "ReFT edits the ends of one prompt a row; packed rows have several"
         )
-    overlap = "stage1_overlap" in str(getattr(training, "sharding_parallel_config", ""))
+    overlap = "stage1_overlap" in str(training.sharding_parallel_config)
     if model.method and overlap:
+        asked = "sharding_stage1_overlap" if training.sharding_stage1_overlap else "sharding_parallel_config"
         raise SettingError(
-            "sharding_parallel_config",
-            training.sharding_parallel_config,
+            asked,
+            getattr(training, asked),
             f"stage1_overlap expects a gradient of every weight, which {model.method} does not give; leave it out",
         )
     if model.method and training.unified_checkpoint:

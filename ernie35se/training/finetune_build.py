@@ -27,10 +27,14 @@ from ..data.records import SPLITS, Conversation, find_split_files, parse_records
 from ..data.templates import load_template
 from ..tokenizer import MODEL_FILE, Ernie35Tokenizer
 from ..weight_files import warn_pickled_folder
-from . import finetune_estimate
+from . import build, finetune_estimate
 from .checkpoint import last_checkpoint
 from .finetune import Generation
 from .finetune_arguments import FinetuneArguments, FinetuneDataArguments, FinetuneModelArguments
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+RESUME_FIX = "resume with the settings that began this run, choose another output_dir, or set --overwrite_output_dir"
 
 # ---------------------------------------------------------------- tokenizer
 
@@ -41,23 +45,44 @@ def load_tokenizer(arguments: FinetuneModelArguments):
     Raises:
         ValueError: none there, or one without an end-of-sequence token.
     """
-    name = arguments.tokenizer_name_or_path or arguments.model_name_or_path
+    setting = "tokenizer_name_or_path" if arguments.tokenizer_name_or_path else "model_name_or_path"
+    name = getattr(arguments, setting)
     if os.path.isfile(os.path.join(name, MODEL_FILE)):
         tokenizer = Ernie35Tokenizer.from_pretrained(name)
     else:
+        wanted = f"a tokenizer's folder, with {MODEL_FILE} or {TOKENIZER_CONFIG}, or a name that can be downloaded"
+        fix = "Name another one with --tokenizer_name_or_path."
+        _check_folder(setting, name, TOKENIZER_CONFIG, wanted, fix)
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
         except Exception as error:  # whatever the many tokenizers raise
-            raise ValueError(
-                f"tokenizer_name_or_path = {name!r}: no tokenizer could be loaded ({type(error).__name__}: "
-                f"{error}). Name "
-                "its folder with --tokenizer_name_or_path."
-            ) from None
+            raise _not_loaded(setting, name, error, wanted, fix) from None
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{name}: the tokenizer has no end-of-sequence token, without which no answer would ever end."
         )
     return tokenizer
+
+
+def _check_folder(setting: str, name: str, file: str, wanted: str, fix: str) -> None:
+    """ValueError where `name` is a file, or a folder without `file`."""
+    if os.path.isfile(name):
+        raise ValueError(f"{setting} = {name!r}: is a file; expected {wanted}. {fix}")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, file)):
+        raise ValueError(f"{setting} = {name!r}: the folder holds {_contents(name)}; expected {wanted}. {fix}")
+
+
+def _contents(folder: str) -> str:
+    names = sorted(os.listdir(folder))
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"
+
+
+def _not_loaded(setting: str, name: str, error: Exception, wanted: str, fix: str) -> ValueError:
+    if os.path.isdir(name):
+        reason = f"cannot be read ({type(error).__name__}: {str(error)[:200]})"
+    else:
+        reason = f"there is no such folder, and nothing of that name could be downloaded ({type(error).__name__})"
+    return ValueError(f"{setting} = {name!r}: {reason}; expected {wanted}. {fix}")
 
 
 def plain_encoder(tokenizer) -> Callable[[str], List[int]]:
@@ -221,26 +246,30 @@ def set_device(training: FinetuneArguments) -> None:
         paddle.set_device(training.device)
 
 
-def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
-    """The model's config with the run's settings in it.
-
-    Raises:
-        ValueError: no such model, or a built-in name, which has no weights.
-    """
+def check_model_name(arguments: FinetuneModelArguments) -> None:
+    """ValueError for a built-in name, which has no weights that could be trained on."""
     name = arguments.model_name_or_path
     if name in BUILT_IN_CONFIGS:
         raise ValueError(
             f"model_name_or_path = {name!r}: no weights of it were ever released; pretrain a model first "
-            "(scripts/run_pretrain.py) and name its folder."
+            "(scripts/run_pretrain.py) and name its folder. A dry run takes the name."
         )
+
+
+def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
+    """The model's config with the run's settings in it.
+
+    Raises:
+        ValueError: no such model, or degrees that do not divide it.
+    """
+    name = arguments.model_name_or_path
+    wanted = "a model's folder, with config.json and weights, or a name that can be downloaded"
+    fix = "Name one with --model_name_or_path."
+    _check_folder("model_name_or_path", name, "config.json", wanted, fix)
     try:
         config = AutoConfig.from_pretrained(name)
     except Exception as error:
-        raise ValueError(
-            f"model_name_or_path = {name!r}: no model there ({type(error).__name__}: {str(error)[:200]}); "
-            "expected a folder "
-            "with config.json and weights, or a name that can be downloaded."
-        ) from None
+        raise _not_loaded("model_name_or_path", name, error, wanted, fix) from None
     degree = max(training.tensor_parallel_degree, 1)
     if degree > 1:
         if not isinstance(config, Ernie35Config):
@@ -257,6 +286,7 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
         config.use_recompute = training.recompute
         config.use_recompute_attn = arguments.use_recompute_attn
         config.fuse_ln, config.fuse_linear = arguments.use_fused_ln, arguments.fuse_linear
+        config.use_progressive_seq_len = False  # sequence-length warm-up would cut samples
     else:
         config.recompute = training.recompute
         for flag in ("use_fused_ln", "fuse_linear", "use_recompute_attn"):
@@ -273,21 +303,54 @@ def check_same_method(arguments: FinetuneModelArguments, training: FinetuneArgum
     Raises:
         ValueError: the checkpoint that would be resumed is another method's.
     """
-    folder = training.resume_from_checkpoint
-    if not folder and not training.overwrite_output_dir:
-        folder, _ = last_checkpoint(training.output_dir)
-    if not (training.do_train and folder):
+    folder = _checkpoint_to_resume(training)
+    if folder is None:
         return
-    fix = "resume with the settings that began this run, choose another output_dir, or set --overwrite_output_dir"
     before, now = peft.saved_method(folder), arguments.method
     if before != now:
-        raise ValueError(f"{folder}: was made by {before or 'SFT'}, the settings ask for {now or 'SFT'}; {fix}")
+        raise ValueError(f"{folder}: was made by {before or 'SFT'}, the settings ask for {now or 'SFT'}; {RESUME_FIX}")
     if now is None or arguments.adapter_path:
         return
     saved, wanted = peft.METHODS[now].config.load(folder), arguments.adapter_config(training.seed)
     for name, value in vars(wanted).items():
         if getattr(saved, name) != value:
-            raise ValueError(f"{folder}: was made with {name} {getattr(saved, name)!r}, the settings say {value!r}; {fix}")
+            raise ValueError(f"{folder}: was made with {name} {getattr(saved, name)!r}, the settings say {value!r}; {RESUME_FIX}")
+
+
+def check_same_model(training: FinetuneArguments, config) -> None:
+    """All weights of a run continue with the model that it began with; adapters are compared when they are there.
+
+    Raises:
+        ValueError: the checkpoint that would be resumed holds a model of other sizes.
+    """
+    if isinstance(config, Ernie35Config):
+        return build.check_same_model(training, config)
+    folder = _checkpoint_to_resume(training)
+    if folder is None or not os.path.isfile(os.path.join(folder, "config.json")):
+        return
+    saved = AutoConfig.from_pretrained(str(folder))
+    for name in SIZES:
+        before, now = getattr(saved, name, None), getattr(config, name, None)
+        if before != now:
+            raise ValueError(f"{folder}: holds a model with {name} {before}, model_name_or_path has {now}; {RESUME_FIX}")
+
+
+def check_same_adapters(training: FinetuneArguments, model) -> None:
+    """ValueError where the adapters of the checkpoint that would be resumed do not fit this model."""
+    folder = _checkpoint_to_resume(training)
+    if folder is None or not peft.is_wrapped(model):
+        return
+    try:
+        peft.check_fits(model, folder)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error} {RESUME_FIX[0].upper()}{RESUME_FIX[1:]}.") from None
+
+
+def _checkpoint_to_resume(training: FinetuneArguments):
+    folder = training.resume_from_checkpoint
+    if not folder and not training.overwrite_output_dir:
+        folder, _ = last_checkpoint(training.output_dir)
+    return folder if training.do_train and folder else None
 
 
 def check_adapter_path(arguments: FinetuneModelArguments) -> None:
@@ -333,15 +396,39 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
         dtype = "bfloat16" if training.bf16 else "float16"
     warn_pickled_folder(Path(arguments.model_name_or_path))
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
-        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, dtype=dtype)
+        model = _with_weights(arguments.model_name_or_path, config, dtype)
         if arguments.adapter_path:
             peft.load(model, arguments.adapter_path)
         elif arguments.method:
             peft.wrap(model, arguments.adapter_config(training.seed))
     if arguments.neftune:
         peft.add_noise(model, arguments.neftune_noise_alpha)
-    model.config.use_progressive_seq_len = False  # sequence-length warm-up would cut samples
     logger.info(peft.trainable_share(model))
+    return model
+
+
+def _with_weights(name: str, config, dtype: str):
+    """The model with its weights, all of them."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+    except Exception as error:  # the readers of weight files raise whatever the bytes lead them to
+        if os.path.isdir(name) and not build.has_weights(name):
+            raise ValueError(
+                f"model_name_or_path = {name!r}: the folder holds {_contents(name)}; expected weights, "
+                f"{' or '.join(build.WEIGHT_FILES)}. Name the folder that pretraining wrote, or copy it again."
+            ) from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        reason = next((line for line in lines if "expected shape" in line), lines[0])
+        raise ValueError(
+            f"model_name_or_path = {name!r}: the weights cannot be loaded into the model of config.json: "
+            f"{reason[:300]} Copy the folder again, or name another one."
+        ) from error
+    missing = getattr(model, "missing_weights", [])  # PaddleNLP's models only log a warning
+    if missing:
+        raise ValueError(
+            f"model_name_or_path = {name!r}: {len(missing)} weights of the model of config.json are not in its files, "
+            f"such as {missing[0]}; they would start at random. Take the config.json that belongs to these weights."
+        )
     return model
 
 
