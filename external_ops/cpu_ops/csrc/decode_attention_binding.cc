@@ -38,8 +38,8 @@ void check_first(const Tensor& first, int64_t batch, int64_t column) {
   check_shape(kOp, "first", first, {batch});
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t start = first.data<int64_t>()[b];
-    CPU_OPS_CHECK(start >= 0 && start <= column, kOp, ": first of row ", b, " is ", start, "; expected 0 to the column, ", column,
-                  ".");
+    CPU_OPS_CHECK(start >= 0 && start <= column, kOp, ": first of row ", b, " is ", start, "; expected 0 to the column, ",
+                  column, ".");
   }
 }
 

@@ -10,15 +10,15 @@ inline float total(Lanes value) {
   return sum;
 }
 
-// sums[b][j] += x[b][k] W[k][j] for kRows rows of x, kInner rows of W and n columns. The rows of W that come next are fetched on
-// the way: they lie too far apart for the processor to foresee them.
+// sums[b][j] += x[b][k] W[k][j] for kRows rows of x, kInner rows of W and n columns. On the way it fetches what lies `ahead`
+// floats behind each entry of W.
 template <int kRows, int kInner>
-void add_products(const float* x, int64_t x_distance, const float* weight, int64_t weight_distance, float* sums,
+void add_products(const float* x, int64_t x_distance, const float* weight, int64_t weight_distance, int64_t ahead, float* sums,
                   int64_t sums_distance, int64_t n) {
   int64_t j = 0;
   for (; j + kLanes <= n; j += kLanes) {
     Lanes sum[kRows];
-    for (int k = 0; k < kInner; ++k) __builtin_prefetch(weight + (kInner + k) * weight_distance + j);
+    for (int k = 0; k < kInner; ++k) __builtin_prefetch(weight + k * weight_distance + j + ahead);
     for (int b = 0; b < kRows; ++b) sum[b] = load(sums + b * sums_distance + j);
     for (int k = 0; k < kInner; ++k) {
       const Lanes w = load(weight + k * weight_distance + j);
@@ -33,16 +33,18 @@ void add_products(const float* x, int64_t x_distance, const float* weight, int64
   }
 }
 
+constexpr int kInner = 8;  // rows of W that are taken together
+
 template <int kRows>
-void add_block(const float* x, int64_t x_distance, const float* weight, int64_t weight_distance, float* sums,
+void add_block(const float* x, int64_t x_distance, const float* weight, int64_t weight_distance, int64_t ahead, float* sums,
                int64_t sums_distance, int64_t inner, int64_t n) {
-  constexpr int kInner = 8;
   int64_t k = 0;
   for (; k + kInner <= inner; k += kInner) {
-    add_products<kRows, kInner>(x + k, x_distance, weight + k * weight_distance, weight_distance, sums, sums_distance, n);
+    add_products<kRows, kInner>(x + k, x_distance, weight + k * weight_distance, weight_distance, ahead, sums, sums_distance,
+                                n);
   }
   for (; k < inner; ++k) {
-    add_products<kRows, 1>(x + k, x_distance, weight + k * weight_distance, weight_distance, sums, sums_distance, n);
+    add_products<kRows, 1>(x + k, x_distance, weight + k * weight_distance, weight_distance, ahead, sums, sums_distance, n);
   }
 }
 
@@ -62,7 +64,7 @@ void add_dots(const float* x, int64_t x_distance, const float* w, float* sums, i
   }
 }
 
-using AddBlock = void (*)(const float*, int64_t, const float*, int64_t, float*, int64_t, int64_t, int64_t);
+using AddBlock = void (*)(const float*, int64_t, const float*, int64_t, int64_t, float*, int64_t, int64_t, int64_t);
 using AddDots = void (*)(const float*, int64_t, const float*, float*, int64_t, int64_t);
 
 // The functions for 1 to 8 rows of x.
