@@ -97,10 +97,10 @@ def running(predictor):
         yield server
 
 
-def expected(predictor, prompt, max_tokens=24):
+def expected(predictor, prompt, max_tokens=24, decoding=GREEDY):
     """(text, tokens, reason) by the bare model, with the space that a text in the middle may begin with."""
     ids = predictor.encode(prompt).ids
-    made = [step[0] for step in predictor.steps([ids], GREEDY, max_tokens)]
+    made = [step[0] for step in predictor.steps([ids], decoding, max_tokens)]
     reason = "stop" if made[-1] == predictor.eos_id else "length"
     made = made[:-1] if reason == "stop" else made
     before = predictor.text(ids)
@@ -239,31 +239,76 @@ def test_the_other_endpoints(running):
     assert status == 200 and "<textarea" in page
 
 
-def test_32_clients_at_once_and_malformed_requests_between_them(running, predictor):
-    prompts = [" ".join(["moon", "three", "dog", "hills"][: 1 + n % 4]) + f" {n}" for n in range(16)]
-    answers = {prompt: expected(predictor, prompt, 20)[0] for prompt in prompts}
-    assert len(set(answers.values())) > 12
+LOAD = [  # what the clients ask for in turn: one settings for a batch, another for another, answers of many lengths
+    dict(prompt=" ".join(["moon", "three", "dog", "hills"][: 1 + n % 4]) + f" {n}", max_tokens=6 + n,
+         repetition_penalty=(1.0, 1.5)[n % 3 == 0])
+    for n in range(18)
+]  # fmt: skip
+
+
+def load(running, predictor, clients=32, turns=3):
+    """(request, right answer, what came) of clients that all ask at once, half of them streams; a fifth of their
+    requests come behind a malformed one."""
 
     def client(number):
-        for turn in range(3):
-            prompt = prompts[(number * 5 + turn) % 16]
+        seen = []
+        for turn in range(turns):
+            body = LOAD[(number * 5 + turn) % len(LOAD)]
             if (number + turn) % 5 == 0:
-                body, status, _ = BAD[(number + turn) % len(BAD)]
-                raw = body if isinstance(body, bytes) else json.dumps({"model": "tiny", **body}).encode()
+                bad, status, _ = BAD[(number + turn) % len(BAD)]
+                raw = bad if isinstance(bad, bytes) else json.dumps({"model": "tiny", **bad}).encode()
                 assert running.ask("POST", "/v1/completions", raw=raw)[0] == status
-            if number % 2:
-                events = running.stream(prompt=prompt, max_tokens=20)
-                text = "".join(event["choices"][0]["text"] for event in events)
-            else:
-                status, answer = running.complete(prompt=prompt, max_tokens=20)
-                assert status == 200, answer
-                text = answer["choices"][0]["text"]
-            assert text == answers[prompt]
-        return number
+            choices = (
+                [event["choices"][0] for event in running.stream(**body)]
+                if number % 2
+                else running.complete(**body)[1]["choices"]
+            )
+            seen.append((body, "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]))
+        return seen
 
-    with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(client, range(32))) == list(range(32))
+    right = {}
+    for body in LOAD:
+        decoding = Decoding(decode_strategy="greedy_search", repetition_penalty=body["repetition_penalty"])
+        text, _, reason = expected(predictor, body["prompt"], body["max_tokens"], decoding)
+        right[body["prompt"]] = (text, reason)
+    assert len(set(right.values())) > len(LOAD) - 4
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [answer for seen in pool.map(client, range(clients)) for answer in seen]
+    assert len(answers) == clients * turns
+    return [(body, right[body["prompt"]], (text, reason)) for body, text, reason in answers]
+
+
+def test_32_clients_at_once_and_malformed_requests_between_them(running, predictor):
+    answers = load(running, predictor)
+    assert [right for _, right, _ in answers] == [came for _, _, came in answers]
     assert json.loads(running.ask("GET", "/healthz")[1]) == {"status": "ok", "waiting": 0, "running": 0}
+
+
+class MixingPredictor:
+    """A predictor that takes the rows of a batch for each other."""
+
+    def __init__(self, predictor):
+        self._predictor, self.mixed = predictor, 0
+
+    def __getattr__(self, name):
+        return getattr(self._predictor, name)
+
+    def steps(self, prompts, decoding, max_new_tokens):
+        self.mixed += len(prompts) > 1
+        steps, last, dropped = self._predictor.steps(prompts, decoding, max_new_tokens), len(prompts) - 1, None
+        while True:
+            try:
+                step = steps.send(dropped)
+            except StopIteration:
+                return
+            dropped = {last - row for row in (yield {last - row: token for row, token in step.items()}) or ()}
+
+
+def test_the_load_test_would_notice_answers_that_are_mixed_up(predictor):
+    mixing = MixingPredictor(predictor)
+    with Running(mixing, LIMITS) as server:
+        answers = load(server, predictor, clients=16, turns=1)
+    assert mixing.mixed and any(right != came for _, right, came in answers)
 
 
 class SlowPredictor:
