@@ -160,6 +160,8 @@ class Engine:
                     dropped.add(row)
                     del going[row]
                     job.send(None, reason)
+        for job in going.values():  # the model ended rows that had more to come: nobody waits for them forever
+            job.send(None, RuntimeError("the model's steps ended before the answer"))
 
     def _take(self, job: Job, token: int) -> Optional[str]:
         """Hand a token on; the reason to end with, if this was the last."""

@@ -386,6 +386,17 @@ def test_a_failing_batch_is_told_and_the_next_one_works(predictor, monkeypatch):
         assert server.complete(prompt="moon")[0] == 200
 
 
+def test_an_answer_that_the_model_breaks_off_is_told(predictor):
+    class Short(SlowPredictor):
+        def steps(self, *arguments):
+            yield next(self._predictor.steps(*arguments))
+
+    with Running(Short(predictor)) as server:
+        status, answer = server.complete(prompt="moon", max_tokens=5)
+        assert status == 500 and answer["error"]["type"] == "server_error"
+        assert server.complete(prompt="moon", max_tokens=1)[0] == 200
+
+
 def start_script(folder, *words):
     command = [sys.executable, str(ROOT / "scripts" / "serve.py"), "--model_name_or_path", str(folder), "--device", "cpu",
                "--src_length", "40", "--tgt_length", "200", *words]  # fmt: skip
