@@ -181,6 +181,41 @@ def test_an_adapter_continues_from_a_saved_one(place, tmp_path):
     )
 
 
+def test_settings_that_a_saved_adapter_overrides_are_named(place, tmp_path, monkeypatch):
+    from ernie35se.training import finetune_build
+
+    said = []
+    monkeypatch.setattr(finetune_build.logger, "warning", said.append)
+    assert run(place, tmp_path / "first", lora=1, lora_rank=3, max_steps=1) == 0
+    only = dict(lora=1, lora_path=tmp_path / "first", do_train=False, evaluation_strategy="no")
+    assert run(place, tmp_path / "second", **only) == 0 and not [line for line in said if "lora_path" in line]
+    assert run(place, tmp_path / "third", **only, lora_rank=4, rslora=1) == 0
+    words = "lora_path: the saved adapter's settings count, not those of this run: r 4 (saved: 3), lora_alpha 4 (saved: 6), rslora"
+    assert [line for line in said if line.startswith(words)]
+
+
+def test_a_damaged_adapter_is_named(place, tmp_path, capsys):
+    assert run(place, tmp_path / "good", lora=1, max_steps=1) == 0
+    weights, config = "lora_model_state.safetensors", "lora_config.json"
+    for file, content, message in (
+        (weights, (tmp_path / "good" / weights).read_bytes()[:500], "cannot be read (SafetensorError"),
+        (weights, None, f"has neither {weights} nor"),
+        (config, b'{"r":', "cannot be read (JSONDecodeError"),
+        (config, b"[1]", "cannot be read (TypeError"),
+        (config, b'{"r": "8"}', "r = '8': expected a whole number"),
+        (config, b'{"rank": 8}', "rank = 8 is no setting of lora here"),
+        (config, b'{"r": 4}', "lora_A has shape [24, 8]; expected [24, 4]"),
+    ):
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        (tmp_path / "bad" / file).unlink()
+        if content is not None:
+            (tmp_path / "bad" / file).write_bytes(content)
+        assert run(place, tmp_path / "out", lora=1, lora_path=tmp_path / "bad") == 2
+        error = capsys.readouterr().err
+        assert message in error and f"lora_path = '{tmp_path / 'bad'}'" in error and "Traceback" not in error
+
+
 def test_pickled_weights_and_adapters_are_named_when_they_are_read(place, tmp_path, monkeypatch):
     """And what a run writes of an adapter is safetensors, a checkpoint's too."""
     from ernie35se import weight_files
@@ -520,6 +555,7 @@ def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
     del words[words.index("--dataset_name_or_path") : words.index("--dataset_name_or_path") + 2]
     assert run_finetune.main(words) == 0 and asked == [("squad", None)]
     out = capsys.readouterr().out
+    assert run_finetune.main([*words, "--data_name", "qa"]) == 0 and asked.pop() == ("qa", "squad")
     assert "train: 4 kept, 4 records, 1 skipped, no answer" in out and "dev: 4 kept" in out
     assert "ontext: one two[[" in out and "uestion: moon sun </s>]]" in out
 
@@ -528,9 +564,8 @@ def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     assert run_finetune.main(words) == 2
-    assert (
-        "cannot be loaded (ConnectionError: no route). Without a network, download" in capsys.readouterr().err
-    )
+    said = "task_name = 'squad': cannot be loaded (ConnectionError: no route). Without a network, download"
+    assert said in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------- other models

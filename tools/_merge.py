@@ -49,7 +49,10 @@ def run(method: str, doc: str, argv: Sequence[str] | None) -> int | None:
     from ernie35se.peft.merging import compare_logits, merge_files
     from ernie35se.runtime import tune_cpu
 
-    paddle.set_device(arguments.device)
+    try:
+        paddle.set_device(arguments.device)
+    except ValueError as error:
+        raise ValueError(f"--device {arguments.device}: {error}; expected cpu, or gpu where there is one") from None
     tune_cpu(arguments.device)
     base, output = arguments.model_name_or_path, arguments.output_path
     changed = merge_files(base, arguments.adapter, output, (method,), arguments.safe_serialization)

@@ -31,7 +31,7 @@ from safetensors.numpy import load_file, save_file
 from .. import conversion, parallel
 from ..weight_files import warn_pickled
 from . import lora, prefix, reft
-from .base import Adapter, AdapterConfig, AdapterLinear, insert, refuse_parallel, replace_layer
+from .base import Adapter, AdapterConfig, AdapterLinear, insert, reading, refuse_parallel, replace_layer
 from .dislora import DisLoRAConfig, DisLoRALinear
 from .lokr import LoKrConfig, LoKrLinear
 from .lora import LoRAConfig
@@ -249,10 +249,12 @@ def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
     """Name -> array of the adapters saved in a folder. Raises ValueError where there are none."""
     safe, pickled = (folder / f"{method}_model_state{suffix}" for suffix in (".safetensors", ".pdparams"))
     if safe.is_file():
-        return load_file(str(safe))
+        with reading(safe):
+            return load_file(str(safe))
     if pickled.is_file():
         warn_pickled(pickled)
-        return paddle.load(str(pickled), return_numpy=True)
+        with reading(pickled):
+            return paddle.load(str(pickled), return_numpy=True)
     raise ValueError(f"{folder}: has neither {safe.name} nor {pickled.name}.")
 
 

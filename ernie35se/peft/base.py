@@ -81,13 +81,17 @@ class AdapterConfig:
             ValueError: a setting that is unknown, or one of PaddleNLP's that cannot be honoured.
         """
         path = Path(folder) / cls.file_name()
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with reading(path):
+            values = dict(json.loads(path.read_text(encoding="utf-8")))
         known = {item.name for item in dataclasses.fields(cls)}
         for key in set(values) - known:
             value = values[key]
             if key not in _PADDLENLP_KEYS or (key not in _HARMLESS and value not in (None, False, -1, 1, [])):
                 raise ValueError(f"{path}: {key} = {value!r} is no setting of {cls.method} here; remove it.")
-        return cls(**{key: value for key, value in values.items() if key in known})
+        try:
+            return cls(**{key: value for key, value in values.items() if key in known})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def require_positive(self, *names: str) -> None:
         """Raise a ValueError for the first of these settings that is no whole number of at least 1."""
@@ -193,6 +197,20 @@ class AdapterLinear(Adapter):
         taken = self.taken_from_base()
         if taken is not None:
             self.base.weight.set_value(self.base.weight + sign * taken)
+
+
+# -------------------------------------------------------------------------------------------------------
+# files
+
+
+@contextlib.contextmanager
+def reading(file: Path):
+    """Whatever the readers of a damaged file raise becomes a ValueError that names it."""
+    try:
+        yield
+    except Exception as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        raise ValueError(f"{file}: cannot be read ({type(error).__name__}: {reason[:200]}). Copy it again.") from None
 
 
 # -------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from safetensors.paddle import load_file, save_file
 from ..weight_files import warn_pickled
 from . import METHODS, lora, read_state, saved_method
 from . import load as load_adapter
-from .base import DEFAULT_TARGETS
+from .base import DEFAULT_TARGETS, reading
 
 SAFE, PICKLED = "model.safetensors", "model_state.pdparams"
 _WEIGHTS = re.compile(r"(model.*\.safetensors|model_state.*\.pdparams)(\.index\.json)?|pytorch_model.*")
@@ -181,25 +181,24 @@ def weight_shards(folder: Path) -> list[Path]:
 
 def _checked(file: Path) -> Path:
     if file.suffix == ".safetensors":
-        with safe_open(str(file), framework="np") as opened:
-            if (opened.metadata() or {}).get("format") == "pt":
-                raise ValueError(
-                    f"{file}: written by PyTorch, which stores weights transposed. Load the model with "
-                    "PaddleNLP "
-                    "(convert_from_torch=True), save it, and name that folder."
-                )
+        with reading(file), safe_open(str(file), framework="np") as opened:
+            written_by = (opened.metadata() or {}).get("format")
+        if written_by == "pt":
+            raise ValueError(
+                f"{file}: written by PyTorch, which stores weights transposed. Load the model with PaddleNLP "
+                "(convert_from_torch=True), save it, and name that folder."
+            )
     return file
 
 
 def _read(file: Path) -> dict[str, paddle.Tensor]:
     if file.suffix == ".safetensors":
-        return load_file(str(file))
+        with reading(file):
+            return load_file(str(file))
     warn_pickled(file)
-    return {
-        name: paddle.to_tensor(value)
-        for name, value in paddle.load(str(file)).items()
-        if name != "StructuredToParameterName@@"
-    }
+    with reading(file):
+        state = paddle.load(str(file))
+        return {name: paddle.to_tensor(value) for name, value in state.items() if name != "StructuredToParameterName@@"}
 
 
 def _write(state: dict[str, paddle.Tensor], file: Path) -> None:

@@ -224,9 +224,9 @@ class FinetuneDataArguments:
     )
     dataset_path: Optional[str] = _setting(None, "Another name of dataset_name_or_path.")
     task_name: Optional[str] = _setting(
-        None, "A dataset of Hugging Face's or PaddleNLP's hub, such as squad; needs a network."
+        None, "A dataset of Hugging Face's hub, such as squad; with data_name one of that dataset's tasks. Needs a network."
     )
-    data_name: Optional[str] = _setting(None, "Its configuration, where it has several.")
+    data_name: Optional[str] = _setting(None, "A dataset of the hub, where task_name is the task in it.")
     src_length: int = _setting(128, "Most tokens of a prompt.")
     tgt_length: Optional[int] = _setting(
         None,
@@ -270,8 +270,6 @@ class FinetuneDataArguments:
         for name in ("src_length", "tgt_length", "max_length"):
             if getattr(self, name) is not None:
                 _check_range(self, name, at_least=1, whole=True)
-        if self.data_name is not None and self.task_name is None:
-            raise SettingError("data_name", self.data_name, "names a part of a dataset; needs task_name")
         try:
             self.limits()
         except ValueError as error:
@@ -282,6 +280,12 @@ class FinetuneDataArguments:
         if first is not None and second is not None and first != second:
             raise SettingError(other, second, f"{name} = {first!r} says otherwise; give one of the two")
         return second if first is None else first
+
+    @property
+    def hub(self) -> Optional[Tuple[str, Optional[str]]]:
+        """Name of a dataset of the hub and of its task, as PaddleNLP's load_dataset takes them; None for neither."""
+        names = [name for name in (self.data_name, self.task_name) if name is not None]
+        return (names[0], names[1] if len(names) > 1 else None) if names else None
 
     def limits(self) -> Limits:
         """How long samples may be."""
@@ -379,7 +383,7 @@ def parse_finetune_arguments(argv: Optional[Sequence[str]] = None) -> FinetuneSe
 def _reconcile(model, data, training) -> FinetuneSettings:
     """Check what spans more than one group, and resolve what one group means for another."""
     source = data.dataset_name_or_path
-    if not (source or "").strip() and (source is not None or data.task_name is None):
+    if not (source or "").strip() and (source is not None or data.hub is None):
         raise SettingError(
             "dataset_name_or_path", source, "expected a folder or file of records, or a task_name"
         )

@@ -143,7 +143,7 @@ def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str,
         logger.info(f"{split}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())))
         if not samples:
             raise ValueError(
-                f"dataset_name_or_path = {data.dataset_name_or_path or data.task_name!r}: nothing is left of "
+                f"dataset_name_or_path = {data.dataset_name_or_path or data.hub[0]!r}: nothing is left of "
                 f"the {split} split "
                 f"({dict(counts)}). Raise src_length, tgt_length or max_length, or look at the records."
             )
@@ -167,17 +167,17 @@ def _conversations(data: FinetuneDataArguments) -> Dict[str, tuple]:
             skipped = Counter()
             found[split] = (read_conversations(files, skipped), skipped)
         return found
-    return _from_hub(data.task_name, data.data_name)
+    return _from_hub(*data.hub, "task_name" if data.data_name is None else "data_name")
 
 
-def _from_hub(task: str, name: Optional[str]) -> Dict[str, tuple]:
+def _from_hub(dataset: str, task: Optional[str], setting: str) -> Dict[str, tuple]:
     try:
         from datasets import load_dataset
 
-        splits = load_dataset(task, name)
+        splits = load_dataset(dataset, task)
     except Exception as error:  # network, cache, unknown name: many kinds
         raise ValueError(
-            f"task_name = {task!r}: cannot be loaded ({type(error).__name__}: {str(error)[:200]}). Without a "
+            f"{setting} = {dataset!r}: cannot be loaded ({type(error).__name__}: {str(error)[:200]}). Without a "
             "network, download "
             "its records elsewhere and give their folder as --dataset_name_or_path."
         ) from None
@@ -185,7 +185,7 @@ def _from_hub(task: str, name: Optional[str]) -> Dict[str, tuple]:
     for split, own in (("train", "train"), ("dev", "validation"), ("test", "test")):
         if own in splits:
             skipped = Counter()
-            pairs = ((f"{task}/{own}:{i}", dict(record)) for i, record in enumerate(splits[own], 1))
+            pairs = ((f"{dataset}/{own}:{i}", dict(record)) for i, record in enumerate(splits[own], 1))
             found[split] = (list(parse_records(pairs, skipped)), skipped)
     return found
 
@@ -398,13 +398,31 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
         model = _with_weights(arguments.model_name_or_path, config, dtype)
         if arguments.adapter_path:
-            peft.load(model, arguments.adapter_path)
+            _load_adapter(model, arguments, training)
         elif arguments.method:
             peft.wrap(model, arguments.adapter_config(training.seed))
     if arguments.neftune:
         peft.add_noise(model, arguments.neftune_noise_alpha)
     logger.info(peft.trainable_share(model))
     return model
+
+
+def _load_adapter(model, arguments: FinetuneModelArguments, training: FinetuneArguments) -> None:
+    """Put the saved adapter in; its settings count, and those of the run that say otherwise are named."""
+    setting, folder = f"{arguments.method}_path", arguments.adapter_path
+    try:
+        peft.load(model, folder)
+    except ValueError as error:
+        raise ValueError(f"{setting} = {folder!r}: {error}") from None
+    saved, wanted = model.adapter_config, arguments.adapter_config(training.seed)
+    default = type(saved)()
+    ignored = [
+        f"{name} {value!r} (saved: {getattr(saved, name)!r})"
+        for name, value in vars(wanted).items()
+        if name not in ("base_model_name_or_path", "seed") and value not in (getattr(saved, name), getattr(default, name))
+    ]
+    if ignored:
+        logger.warning(f"{setting}: the saved adapter's settings count, not those of this run: {', '.join(ignored)}.")
 
 
 def _with_weights(name: str, config, dtype: str):

@@ -91,6 +91,7 @@ def test_merged_folder_computes_the_same(name, base, tmp_path, capsys):
     assert {
         "model.safetensors",
         "config.json",
+        "generation_config.json",
         "tokenizer_config.json",
         "sentencepiece.bpe.model",
         "template.json",
@@ -152,6 +153,23 @@ def test_half_precision_weights_keep_their_type(base, tmp_path):
     np.testing.assert_allclose(after[key].astype("float32").numpy(), expected, rtol=2**-7, atol=1e-4)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_damaged_files_are_named_and_leave_nothing(safe, base, tmp_path):
+    name = "model.safetensors" if safe else "model_state.pdparams"
+    shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("model*"))
+    load_model(base).save_pretrained(str(tmp_path / "base"), safe_serialization=safe)
+    write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
+    whole = (tmp_path / "base" / name).read_bytes()
+    for size in (300, len(whole) - 100):
+        (tmp_path / "base" / name).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{name}: cannot be read .* Copy it again"):
+            merge(tmp_path / "base", tmp_path / "lora", tmp_path / "out", method="lora")
+    (tmp_path / "lora" / "lora_model_state.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match="lora_model_state.safetensors: cannot be read .* Copy it again"):
+        merge(base, tmp_path / "lora", tmp_path / "out", method="lora")
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "lora"}
+
+
 def test_mistakes(base, tmp_path):
     write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
     write_adapter(base, tmp_path / "tare", TareConfig())
@@ -171,6 +189,8 @@ def test_mistakes(base, tmp_path):
     with pytest.raises(ValueError, match="does not fit the base model's weight"):
         merge(tmp_path / "wide", tmp_path / "lora", out, method="lora")
     assert not out.exists() and not list(tmp_path.glob(".tmp*"))
+    with pytest.raises(ValueError, match="--device abacus: .*; expected cpu, or gpu where there is one"):
+        merge(base, tmp_path / "lora", out, "--device", "abacus", method="lora")
     out.mkdir()
     (out / "mine").write_text("")
     with pytest.raises(ValueError, match="exists already"):
