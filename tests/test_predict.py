@@ -14,6 +14,7 @@ from pathlib import Path
 
 import paddle
 import pytest
+from paddlenlp.utils.log import logger
 from predict_helpers import write_checkpoint
 
 from ernie35se import peft
@@ -202,6 +203,30 @@ def test_mistakes_end_with_status_2_and_one_message(folder, tmp_path, capsys, wo
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("predict.py: error:")]
     assert len(error) == 1 and message in error[0]
     assert (tmp_path / "out.json").read_text() == "kept\n"
+
+
+def test_progress_and_the_prompts_that_were_cut_are_shown(folder, tmp_path, data, capsys, monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "warning", lambda text, *_: said.append(text))
+    with data.open("a") as file:
+        file.write(json.dumps({"src": "moon " * 30}) + "\n")
+    for words in ([], ["--stream"]):
+        said.clear()
+        assert run(folder, tmp_path, "--data_file", data, *words) == 0
+        (cut,) = [text for text in said if "longer than src_length 20 and cut" in text]
+        assert "tokens)" in cut and (words or f"{data}:8 (" in cut)
+        assert bool(words) or "8/8" in capsys.readouterr().err
+
+
+def test_the_promised_flags_are_taken_together(folder, tmp_path, data):
+    words = """--top_k 3 --top_p 0.8 --temperature 0.95 --repetition_penalty 1.2 --decode_strategy sampling --num_beams 4
+        --seed 5 --batch_size 2 --dtype float32 --resume"""
+    words = [*words.split(), "--tokenizer_name_or_path", folder, "--data_file", data]
+    assert run(folder, tmp_path, *words, "--merge_tensor_parallel_path", tmp_path / "single") == 0
+    loaded = Predictor.load(str(folder), device="cpu", src_length=20, tgt_length=10)
+    decoding = Decoding(repetition_penalty=1.2, seed=5)
+    assert [answer["output"] for answer in answers(tmp_path)] == loaded.predict(SOURCES, decoding, 2)
+    assert loaded.predict(SOURCES, Decoding(seed=5), 2) != loaded.predict(SOURCES, decoding, 2)
 
 
 def test_empty_data_is_refused(folder, tmp_path, capsys):
