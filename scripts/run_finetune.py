@@ -73,7 +73,7 @@ def prepare(model_args, data_args, training_args):
     tokenizer = finetune_build.load_tokenizer(model_args)
     encoder = finetune_build.make_encoder(tokenizer, data_args)
     splits = finetune_build.load_samples(data_args, encoder)
-    print(finetune_build.preview(splits, tokenizer, data_args.preview_data or 1))
+    print(finetune_build.preview(splits, tokenizer, data_args.preview_data or 1, bool(data_args.preview_data)))
     if data_args.preview_data:
         return None
     config = finetune_build.load_config(model_args, training_args)

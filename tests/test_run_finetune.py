@@ -4,6 +4,7 @@ models."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -537,6 +538,46 @@ def test_no_dev_split_is_refused_before_training(place, tmp_path, capsys):
         == 2
     )
     assert "nothing is left of the dev split" in capsys.readouterr().err
+
+
+def test_a_preview_names_the_records_it_shows_and_what_was_left_out(place, tmp_path, capsys):
+    write_records(tmp_path / "data", train=1)
+    lines = [{"src": "swap: " + "one " * 40, "tgt": "one"}, {"src": "swap: a", "tgt": ""}, {"src": "swap: sun", "tgt": "moon"}]
+    file = tmp_path / "data" / "train.json"
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    def preview(**changes):
+        return run(place, tmp_path / "out", dataset_name_or_path=tmp_path / "data", preview_data=1, **changes)
+
+    assert preview(truncation_strategy="drop") == 0
+    out = capsys.readouterr().out
+    assert "train: 1 dropped, 1 kept, 2 records, 1 skipped, empty response; " in out
+    assert f"--- sample 1 ({file}:3); learnt: [[ ]]\n<s>swap: sun[[moon </s>]]" in out and "--- lengths in tokens" in out
+    file.write_text(json.dumps(lines[0]))
+    assert preview(truncation_strategy="drop") == 2
+    assert "the train split (1 dropped, 1 records). Raise src_length" in capsys.readouterr().err
+    file.write_text(json.dumps(lines[1]))
+    assert preview() == 2 and "(1 skipped, empty response). Look at its records" in capsys.readouterr().err
+    file.write_text("[]")
+    assert preview() == 2 and "nothing is left of the train split (it has no records)" in capsys.readouterr().err
+
+
+def test_packing_and_its_padding_are_said(place, tmp_path, monkeypatch, capsys):
+    """12 samples of 5 to 9 tokens; with generation, which is never packed, that is said too."""
+    from ernie35se.training import finetune_build
+
+    said = []
+    monkeypatch.setattr(finetune_build.logger, "info", said.append)
+    _, samples = encoded(place, "train")
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    more = dict(zero_padding=1, eval_with_do_generation=1, tgt_length=4, max_steps=1)
+    assert run(place, tmp_path, lora=1, **more) == 0
+    line = next(line for line in said if line.startswith("train: 12 samples packed into"))
+    rows, before, after = re.search(r"into (\d+) rows of up to 48 tokens; padding ([\d.]+)% -> ([\d.]+)%", line).groups()
+    assert float(before) == pytest.approx(100 * (1 - sum(lengths) / (12 * max(lengths))), abs=0.05)
+    assert sum(lengths) <= int(rows) * 48 and float(after) <= 100 * (1 - sum(lengths) / (int(rows) * 48)) + 0.05
+    assert "Evaluation with generation is never packed" in capsys.readouterr().out
+    assert len((tmp_path / "generated-1.jsonl").read_text().splitlines()) == 4
 
 
 def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):

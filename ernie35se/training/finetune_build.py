@@ -121,7 +121,7 @@ def pad_id(tokenizer) -> int:
 
 @dataclass
 class Samples:
-    """What became of the records of one split."""
+    """What became of the records of one split: conversations that were kept, and the sample of each."""
 
     conversations: List[Conversation]
     samples: List[dict]
@@ -138,14 +138,15 @@ def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str,
     made = {}
     for split, (conversations, skipped) in _conversations(data).items():
         encoder.counts.clear()
-        samples = [sample for talk in conversations if (sample := encoder(talk)) is not None]
+        kept = [(talk, sample) for talk in conversations if (sample := encoder(talk)) is not None]
+        conversations, samples = [talk for talk, _ in kept], [sample for _, sample in kept]
         counts = Counter({**encoder.counts, **{f"skipped, {reason}": n for reason, n in skipped.items()}})
-        logger.info(f"{split}: " + ", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())))
+        logger.info(f"{split}: {said(counts)}")
         if not samples:
+            fix = "Raise src_length, tgt_length or max_length." if counts["dropped"] else "Look at its records."
             raise ValueError(
-                f"dataset_name_or_path = {data.dataset_name_or_path or data.hub[0]!r}: nothing is left of "
-                f"the {split} split "
-                f"({dict(counts)}). Raise src_length, tgt_length or max_length, or look at the records."
+                f"dataset_name_or_path = {data.dataset_name_or_path or data.hub[0]!r}: nothing is left of the {split} "
+                f"split ({said(counts)}). {fix}"
             )
         rows = samples
         if data.zero_padding:
@@ -158,6 +159,11 @@ def load_samples(data: FinetuneDataArguments, encoder: sft.Encoder) -> Dict[str,
             )
         made[split] = Samples(conversations, samples, rows, counts)
     return made
+
+
+def said(counts: Counter) -> str:
+    """Counts of records as words."""
+    return ", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())) or "it has no records"
 
 
 def _conversations(data: FinetuneDataArguments) -> Dict[str, tuple]:
@@ -204,20 +210,19 @@ def check_splits(splits: Dict[str, Samples], training: FinetuneArguments) -> Non
         )
 
 
-def preview(splits: Dict[str, Samples], tokenizer, count: int) -> str:
+def preview(splits: Dict[str, Samples], tokenizer, count: int, histogram: bool = True) -> str:
     """Samples of the first split as text, the learnt part in [[ ]], counts, and a histogram of lengths."""
     lines = []
     for split, made in splits.items():
         lengths = [len(sample["input_ids"]) for sample in made.samples]
-        counts = ", ".join(f"{number:,} {what}" for what, number in sorted(made.counts.items()))
-        lines.append(f"{split}: {counts}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all")
+        lines.append(f"{split}: {said(made.counts)}; {min(lengths)} to {max(lengths)} tokens, {sum(lengths):,} in all")
     made = next(iter(splits.values()))
     for number, sample in enumerate(made.samples[:count], 1):
         lines += [
             f"--- sample {number} ({made.conversations[number - 1].place}); learnt: [[ ]]",
             sft.preview(sample, tokenizer.decode),
         ]
-    if count > 1:
+    if histogram:
         lines += ["--- lengths in tokens", *sft.length_histogram([len(s["input_ids"]) for s in made.samples])]
     return "\n".join(lines)
 
