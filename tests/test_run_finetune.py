@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "training")]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tools"), str(ROOT / "tests" / "training")]
 
 import run_finetune  # noqa: E402
 from finetune_run import settings, words_of, write_base, write_records  # noqa: E402
@@ -164,22 +164,51 @@ def test_packed_training_equals_unpacked(place, tmp_path):
     assert losses(tmp_path / "packed") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
 
 
-def test_an_adapter_continues_from_a_saved_one(place, tmp_path):
-    assert run(place, tmp_path / "first", lora=1) == 0
-    assert (
-        run(
-            place,
-            tmp_path / "second",
-            lora=1,
-            lora_path=tmp_path / "first",
-            do_train=False,
-            evaluation_strategy="no",
-        )
-        == 0
-    )
-    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(
-        results(tmp_path / "first")["eval_loss"], rel=1e-6
-    )
+@pytest.mark.parametrize("name", ["lora", "pissa", "qlora", "vera", "lokr", "dislora", "reft", "tare", "prefix"])
+def test_an_adapter_continues_from_a_saved_one(name, place, tmp_path):
+    """It measures what the run that saved it measured, and learns on from there."""
+    method = {"pissa": "lora", "qlora": "lora"}.get(name, name)
+    changes = {**METHODS[name], f"{method}_path": tmp_path / "first"}
+    assert run(place, tmp_path / "first", **METHODS[name]) == 0
+    assert run(place, tmp_path / "second", **changes, do_train=False, evaluation_strategy="no") == 0
+    first = results(tmp_path / "first")["eval_loss"]
+    assert results(tmp_path / "second")["eval_loss"] == pytest.approx(first, rel=1e-6)
+    assert run(place, tmp_path / "third", **changes, max_steps=1) == 0
+    assert list(losses(tmp_path / "third")) == [1] and results(tmp_path / "third")["eval_loss"] != first
+
+
+def test_a_named_checkpoint_is_resumed(place, tmp_path, capsys):
+    """--resume_from_checkpoint, into another folder too; one that is not whole is refused."""
+    changes = dict(lora=1, save_strategy="steps", save_steps=2, evaluation_strategy="no", do_eval=0)
+    assert run(place, tmp_path / "whole", **changes) == 0
+    named = tmp_path / "whole" / "checkpoint-2"
+    assert run(place, tmp_path / "other", **changes, resume_from_checkpoint=named) == 0
+    assert losses(tmp_path / "other") == losses(tmp_path / "whole")
+    (named / "lora_model_state.safetensors").unlink()
+    assert run(place, tmp_path / "other", **changes, resume_from_checkpoint=named) == 2
+    assert "is not a whole checkpoint: lora_model_state.safetensors is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["sft", "lora"])
+def test_predicting_takes_the_template_and_the_lengths_of_training(method, place, tmp_path):
+    """A jinja file is saved as text, so it may be gone; after merging too."""
+    import merge_lora_params
+
+    from ernie35se.predictor import Predictor
+
+    template = tmp_path / "frame.jinja"
+    template.write_text("swap: {{ prompt }} say")
+    assert run(place, tmp_path / "out", **METHODS[method], template=template, max_steps=1) == 0
+    template.unlink()
+    base = str(place / "base" if method == "lora" else tmp_path / "out")
+    tuned = [Predictor.load(base, adapter_path=str(tmp_path / "out") if method == "lora" else None, device="cpu")]
+    if method == "lora":
+        words = ["--model_name_or_path", base, "--lora_path", str(tmp_path / "out"), "--output_path", str(tmp_path / "merged")]
+        merge_lora_params.main(words)
+        tuned.append(Predictor.load(str(tmp_path / "merged"), device="cpu"))
+    for predictor in tuned:
+        assert predictor.encode("one two").ids == [1, *predictor.tokenizer.encode_plain("swap: one two say")]
+        assert (predictor.src_length, predictor.tgt_length) == (24, 24)
 
 
 def test_settings_that_a_saved_adapter_overrides_are_named(place, tmp_path, monkeypatch):
