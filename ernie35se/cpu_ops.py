@@ -19,7 +19,7 @@ from . import runtime
 # What the module has to offer.
 FUNCTIONS = (
     "cpu_adamw_", "cpu_causal_attention", "cpu_cross_entropy_", "cpu_decode_attention_", "cpu_silu_mul", "cpu_skinny_matmul",
-    "cpu_squared_norm",
+    "cpu_squared_norm", "cpu_top_k",
 )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from .positions import position_interval
 from .rope import rope_tables, rotate
 
 PREFILL_BLOCK = 256  # queries that attention takes at a time
+MOST_LIKELIEST = 64  # tokens up to which the CPU op beats Paddle's topk
 
 
 class KVCache:
@@ -485,11 +486,11 @@ class Ernie35GenerationMixin:
             with _eval_mode(self):
                 logits = _processed(request, rows, forward.logits(request).astype("float32"), processors)
                 if settings.decode_strategy == "greedy_search":
-                    tokens = logits.argmax(-1, keepdim=True)
+                    _, tokens, log_sums = likeliest(logits, 1)
                 else:
-                    tokens = sample(logits, settings.temperature, settings.top_k, settings.top_p)
+                    tokens, log_sums = sample(logits, settings.temperature, settings.top_k, settings.top_p)
                 tokens = self.agreed(tokens)
-                log_p = log_probabilities(logits, tokens, settings.decode_strategy).flatten().tolist()
+                log_p = (logits.take_along_axis(tokens, 1) - log_sums[:, :1]).flatten().tolist()
                 request.append(tokens)
             step = list(zip(rows, request.ids[:, request.length - 1].tolist(), log_p))
             dropped = (yield step) or ()
@@ -514,8 +515,8 @@ class Ernie35GenerationMixin:
         for _ in range(settings.max_new_tokens):
             logits = forward.logits(request).astype("float32")
             logits = _processed(request, owners, logits, processors)
-            values, tokens = logits.topk(min(2 * width, logits.shape[-1]), axis=-1)
-            log_p, tokens = (values - log_normaliser(logits)).numpy(), tokens.numpy()
+            values, tokens, log_sums = likeliest(logits, min(2 * width, logits.shape[-1]))
+            log_p, tokens = (values - log_sums[:, :1]).numpy(), tokens.numpy()
             kept, next_tokens, next_owners = [], [], []
             for owner, search in enumerate(searches):
                 mine = [i for i, o in enumerate(owners) if o == owner]
@@ -559,36 +560,45 @@ class Ernie35GenerationMixin:
         return parallel.all_pieces(self.config, tokens)[0]
 
 
-def sample(logits: paddle.Tensor, temperature: float, top_k: int, top_p: float) -> paddle.Tensor:
+def sample(logits: paddle.Tensor, temperature: float, top_k: int, top_p: float):
     """Draw one token a row from softmax(logits / temperature), cut to the `top_k` likeliest (0: all) and to
     the fewest likeliest that together exceed `top_p` (Holtzman et al. 2020, nucleus sampling).
 
     As in PaddleNLP, top_p counts the probability mass of the whole vocabulary, not of the k kept. logits: (B,
-    V); returns (B, 1).
+    V); returns the tokens, (B, 1), and `likeliest`'s log sums.
     """
     vocab = logits.shape[-1]
-    probabilities = F.softmax(logits / temperature, axis=-1)
     if not top_k and top_p >= 1.0:
-        return paddle.multinomial(probabilities)
-    kept, ids = probabilities.topk(min(top_k, vocab) if top_k else vocab, axis=-1)  # sorted, likeliest first
+        log_sums = likeliest(logits, 1)[2]
+        return paddle.multinomial(F.softmax(logits / temperature, axis=-1)), log_sums
+    values, ids, log_sums = likeliest(logits, min(top_k, vocab) if top_k else vocab, temperature)
+    kept = (values / temperature - log_sums[:, 1:]).exp()  # probabilities, the largest first
     if top_p < 1.0:
         before = kept.cumsum(-1) - kept  # mass of the likelier ones; the first has none and always stays
         kept = kept * (before <= top_p).astype(kept.dtype)
-    return ids.take_along_axis(paddle.multinomial(kept), 1)
+    return ids.take_along_axis(paddle.multinomial(kept), 1), log_sums
 
 
-def log_normaliser(logits: paddle.Tensor) -> paddle.Tensor:
-    """log sum exp of each row, (B, 1), by way of softmax: on CPU Paddle's own logsumexp takes 4 times as
-    long, its log_softmax a second."""
-    return logits.max(-1, keepdim=True) - F.softmax(logits, axis=-1).max(-1, keepdim=True).log()
+def likeliest(logits: paddle.Tensor, count: int, temperature: float = 1.0):
+    """The `count` largest logits of each row, (B, count), the largest first; their ids; and (B, 2): log sum exp of the row,
+    and of the row / temperature. One op on CPU where there is one and `count` is small."""
+    ops = cpu_ops.usable(logits) if count <= MOST_LIKELIEST else None
+    if ops is not None:
+        return ops.cpu_top_k(logits, count, temperature)
+    if count == 1:  # quicker than topk
+        ids = logits.argmax(-1, keepdim=True)
+        values = logits.take_along_axis(ids, 1)
+    else:
+        values, ids = logits.topk(count, axis=-1)
+    temperatures = [1.0] if temperature == 1.0 else [1.0, temperature]
+    log_sums = [_log_sum_exp(logits / t, values[:, :1] / t, ids[:, :1]) for t in temperatures]
+    return values, ids, paddle.concat([log_sums[0], log_sums[-1]], axis=1)
 
 
-def log_probabilities(logits: paddle.Tensor, tokens: paddle.Tensor, strategy: str) -> paddle.Tensor:
-    """log softmax at the tokens, (B, 1). Greedy's token is the likeliest, whose probability cannot underflow: its score
-    needs no other pass over the vocabulary than softmax."""
-    if strategy == "greedy_search":
-        return F.softmax(logits, axis=-1).take_along_axis(tokens, 1).log()
-    return logits.take_along_axis(tokens, 1) - log_normaliser(logits)
+def _log_sum_exp(logits, largest, largest_id) -> paddle.Tensor:
+    """log sum exp of each row, (B, 1), by way of softmax: on CPU Paddle's own logsumexp takes 4 times as long, its
+    log_softmax twice. The largest's probability cannot underflow."""
+    return largest - F.softmax(logits, axis=-1).take_along_axis(largest_id, 1).log()
 
 
 @contextlib.contextmanager

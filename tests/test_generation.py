@@ -9,7 +9,7 @@ from model_helpers import build_model, tiny_config
 from paddlenlp.generation import GenerationConfig
 
 from ernie35se import cpu_ops, positions
-from ernie35se.generation import InPlaceForward, KVCache, Request, log_normaliser, sample
+from ernie35se.generation import InPlaceForward, KVCache, Request, likeliest, sample
 
 PROMPTS = [
     [5, 6, 7, 8, 9, 10],
@@ -192,7 +192,7 @@ def test_sampling_follows_its_distribution(top_k, top_p, temperature):
         keep[token] = (not top_k or rank < top_k) and (rank == 0 or mass <= top_p)
         mass += p[token]
     expected = np.where(keep, p, 0) / p[keep].sum()
-    drawn = sample(paddle.to_tensor(np.repeat(logits, 20000, 0).astype("float32")), temperature, top_k, top_p)
+    drawn, _ = sample(paddle.to_tensor(np.repeat(logits, 20000, 0).astype("float32")), temperature, top_k, top_p)
     counts = np.bincount(drawn.numpy().flatten(), minlength=6) / 20000
     assert (counts[~keep] == 0).all()
     np.testing.assert_allclose(counts, expected, atol=0.015)
@@ -394,12 +394,20 @@ def test_prefill_in_blocks_equals_prefill_at_once(monkeypatch, block):
         np.testing.assert_allclose(same.numpy(), scores.numpy(), rtol=1e-5)
 
 
-def test_log_normaliser():
+@pytest.mark.parametrize("ops", ["0", "1"])
+@pytest.mark.parametrize("count, temperature", [(1, 1.0), (1, 0.5), (3, 1.0), (2, 2.0)])
+def test_likeliest(ops, count, temperature, monkeypatch):
+    monkeypatch.setenv("ERNIE35SE_CPU_OPS", ops)
     logits = np.array([[1.0, 2.0, -3.0], [500.0, -500.0, 499.0], [-np.inf, 3.0, -np.inf]])
-    expected = [[np.log(np.exp(logits[0]).sum())], [500 + np.log1p(np.exp(-1))], [3.0]]
-    np.testing.assert_allclose(
-        log_normaliser(paddle.to_tensor(logits.astype("float32"))).numpy(), expected, rtol=1e-6
-    )
+    values, ids, log_sums = likeliest(paddle.to_tensor(logits.astype("float32")), count, temperature)
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(values.numpy(), np.take_along_axis(logits, order, 1))
+    assert ids[:2].tolist() == order[:2].tolist() and ids[2, 0].item() == 1
+    expected = [
+        [peak / t + np.log(np.exp((row - peak) / t).sum()) for t in (1.0, temperature)]
+        for row, peak in zip(logits, logits.max(-1))
+    ]
+    np.testing.assert_allclose(log_sums.numpy(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{}, {"parallel_attn_hatf": False}, {"num_hidden_layers": 2}])

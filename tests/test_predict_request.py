@@ -81,6 +81,7 @@ def test_only_last_positions_reach_the_lm_head_and_ended_rows_leave(monkeypatch)
 
 
 def test_a_small_top_k_never_sorts_the_vocabulary(monkeypatch):
+    monkeypatch.setenv("ERNIE35SE_CPU_OPS", "0")  # the op looks at each score once
     asked = []
     topk = paddle.Tensor.topk
     monkeypatch.setattr(paddle.Tensor, "topk", lambda x, k, *rest, **named: asked.append(k) or topk(x, k, *rest, **named))

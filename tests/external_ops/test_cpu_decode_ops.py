@@ -136,6 +136,36 @@ def test_decode_attention_refuses_what_does_not_match(ops):
         step(first=(0, 0, 0))
 
 
+# Around the pieces of 64 that are looked at together; k from one to all.
+@pytest.mark.parametrize("rows, width, k", [(1, 1, 1), (3, 7, 7), (2, 64, 3), (5, 65, 1), (3, 1001, 64), (40, 3000, 2)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_top_k_of_views(ops, rows, width, k, temperature):
+    rng = np.random.default_rng(width)
+    scores = (8 * normal(rng, rows, 2, width)).round(1)  # there are equal ones
+    values, ids, log_sums = ops.cpu_top_k(paddle.to_tensor(scores)[:, 1], k, temperature)
+    wide = scores[:, 1].astype(np.float64)
+    order = np.argsort(-wide, axis=-1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(ids.numpy(), order)
+    np.testing.assert_array_equal(values.numpy(), np.take_along_axis(scores[:, 1], order, 1))
+    for column, heat in enumerate((1.0, temperature)):
+        peak = wide.max(-1) / heat
+        expected = peak + np.log(np.exp(wide / heat - peak[:, None]).sum(-1))
+        np.testing.assert_allclose(log_sums[:, column].numpy(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_top_k_at_its_edges(ops):
+    scores = paddle.to_tensor([[-np.inf, 2.0, -np.inf], [-1.0, -1.0, -1.0]], dtype="float32")
+    values, ids, log_sums = ops.cpu_top_k(scores, 2, 0.5)
+    assert ids.tolist() == [[1, 0], [0, 1]] and values.tolist() == [[2.0, -np.inf], [-1.0, -1.0]]
+    np.testing.assert_allclose(log_sums.numpy(), [[2.0, 4.0], [np.log(3) - 1, np.log(3) - 2]], rtol=1e-6)
+    assert [out.shape for out in ops.cpu_top_k(scores[:0], 2, 1.0)] == [[0, 2], [0, 2], [0, 2]]
+    for k in (0, 4):
+        with pytest.raises(ValueError, match=rf"scores has shape \[2, 3\], k is {k}; expected \(B, V\) and 1 to V"):
+            ops.cpu_top_k(scores, k, 1.0)
+    with pytest.raises(ValueError, match="temperature is 0; expected more than 0"):
+        ops.cpu_top_k(scores, 1, 0.0)
+
+
 def test_the_linear_layer_takes_the_op_for_few_rows_in_eval_mode(ops, monkeypatch):
     rng, seen = np.random.default_rng(0), []
     multiply = ops.cpu_skinny_matmul
@@ -159,7 +189,7 @@ def test_the_linear_layer_takes_the_op_for_few_rows_in_eval_mode(ops, monkeypatc
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_lesser_instruction_sets_and_more_threads_too(ops, isa):
-    chosen = [__file__, "-k", "test_skinny_matmul or in_place", "-q", "-p", "no:cacheprovider"]
+    chosen = [__file__, "-k", "test_skinny_matmul or in_place or test_top_k", "-q", "-p", "no:cacheprovider"]
     environment = {**os.environ, "CPU_OPS_ISA": isa, "OMP_NUM_THREADS": "3"}
     done = subprocess.run([sys.executable, "-m", "pytest", *chosen], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout

@@ -11,12 +11,18 @@ inline void rotate_head(const float* x, const float* cos, const float* sin, floa
   }
 }
 
+// Fetches the n floats that lie 1 KiB behind x: a little more than the processor foresees by itself.
+inline void fetch_ahead(const float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(x + 256 + i);
+}
+
 // softmax(query keys^T) values of one head: keys and values (n, width). scores: room for n floats.
 inline void attend_head(const float* query, const float* keys, const float* values, float* scores, float* out, int64_t n,
                         int64_t width) {
   for (int64_t t = 0; t < n; ++t) {
     const float* key = keys + t * width;
     float sum = 0;
+    fetch_ahead(key, width);
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; ++i) sum += query[i] * key[i];
     scores[t] = sum;
@@ -26,6 +32,7 @@ inline void attend_head(const float* query, const float* keys, const float* valu
   for (int64_t t = 0; t < n; ++t) {
     const float* value = values + t * width;
     const float weight = scores[t] * inverse;
+    fetch_ahead(value, width);
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) out[i] += weight * value[i];
   }
