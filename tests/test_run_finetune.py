@@ -484,6 +484,7 @@ def test_a_dry_run_reads_no_weights(place, tmp_path, capsys):
         ({"prefix_tuning": 1, "pipeline_parallel_degree": 2}, "Prefix) is made for it"),
         ({"dataset_name_or_path": " "}, "expected a folder or file of records"),
         ({"merge_weights": 1}, "nothing that could be merged"),
+        ({"merge_weights": 1, "lora": 1, "weight_quantize_algo": "nf4"}, "it needs full-precision weights"),
         ({"evaluation_strategy": "no", "load_best_model_at_end": 1}, "needs evaluations"),
         ({"continue_training": 1}, "a setting of pretraining"),
         ({"lora": 1, "sharding_parallel_config": "enable_stage1_overlap"}, "sharding_parallel_config = "),

@@ -192,8 +192,7 @@ class FinetuneModelArguments:
         """
         if self.method is None:
             return None
-        own = {item.name for item in dataclasses.fields(peft.METHODS[self.method].config)}
-        values = {name: getattr(self, flag) for name, flag in self._flags_of_method().items() if name in own}
+        values = {name: getattr(self, flag) for name, flag in self._flags_of_method().items()}
         return peft.METHODS[self.method].config(
             base_model_name_or_path=self.model_name_or_path,
             target_modules=self.lora_target_modules,
@@ -202,13 +201,29 @@ class FinetuneModelArguments:
         )
 
     def _flags_of_method(self) -> Dict[str, str]:
-        """Name of the adapter's setting -> name of the flag; mostly the same word."""
-        flags = {item.name: item.name for item in dataclasses.fields(self) if item.name not in SWITCHES}
-        flags["pissa_init"] = "vera_pissa_init"
-        flags["r"] = f"{self.method}_rank"
+        """Name of the adapter's setting -> name of the flag."""
+        flags = _flags_of(self.method)
         if self.lokr_rank is not None:
             flags["lokr_dim"] = "lokr_rank"
         return flags
+
+    def idle_settings(self) -> Dict[str, List[str]]:
+        """Switch that is off -> settings that were changed and mean nothing without it."""
+        flags = {switch: set(_flags_of(method).values()) for switch, method in SWITCHES.items()}
+        flags["lokr"].add("lokr_rank")
+        flags["neftune"] = {"neftune_noise_alpha"}
+        changed = [item.name for item in dataclasses.fields(self) if getattr(self, item.name) != item.default]
+        idle = {s: [name for name in changed if name in flags[s]] for s in flags if not getattr(self, s)}
+        return {switch: names for switch, names in idle.items() if names}
+
+
+def _flags_of(method: str) -> Dict[str, str]:
+    """Name of a setting of the method's -> name of its flag; mostly the same word."""
+    own = [item.name for item in dataclasses.fields(peft.METHODS[method].config)]
+    other = {"r": f"{method}_rank", "pissa_init": "vera_pissa_init"}
+    flags = {name: other.get(name, name) for name in own}
+    known = {item.name for item in dataclasses.fields(FinetuneModelArguments)}
+    return {name: flag for name, flag in flags.items() if flag in known}
 
 
 @dataclass(frozen=True)
@@ -447,6 +462,12 @@ def _reconcile(model, data, training) -> FinetuneSettings:
             training.tensor_parallel_degree,
             f"{adapter.name()} is not made for tensor parallel; SFT, LoRA, rsLoRA, LoRA+, PiSSA, MoSLoRA and LinChain are",
         )
+    if training.merge_weights and model.weight_quantize_algo is not None:
+        raise SettingError("merge_weights", True, "it needs full-precision weights; leave it out with weight_quantize_algo")
+    for switch, names in model.idle_settings().items():
+        logger.warning(f"{switch} is off, so {', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect.")
+    if source is not None and data.hub is not None:
+        logger.warning(f"dataset_name_or_path says where the records are, so {' and '.join(filter(None, data.hub))} has no effect.")
     if training.merge_weights and (model.method is None or not peft.METHODS[model.method].merges):
         raise SettingError("merge_weights", True, f"{model.method or 'SFT'} has nothing that could be merged")
     return dataclasses.replace(model, **changes), data, training

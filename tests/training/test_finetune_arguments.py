@@ -107,6 +107,22 @@ def test_each_method_has_a_path_to_start_from(switch, method):
         parse_finetune_arguments([*REQUIRED, f"--{method}_path", "saved"])
 
 
+def test_settings_without_their_switch_are_said(monkeypatch):
+    from ernie35se.training import finetune_arguments
+
+    said = []
+    monkeypatch.setattr(finetune_arguments.logger, "warning", said.append)
+    parsed(*REQUIRED, "--lora_rank", 3, "--pissa", 1, "--rank", 4, "--lokr_rank", 2, "--neftune_noise_alpha", 3)
+    expected = {"lora is off, so lora_rank, pissa have no effect.", "lokr is off, so lokr_rank has no effect.",
+                "reft is off, so rank has no effect.", "neftune is off, so neftune_noise_alpha has no effect."}  # fmt: skip
+    assert set(said) == expected
+    said.clear()
+    parsed(*REQUIRED, "--lora", 1, "--lora_rank", 3, "--lora_dropout", 0.1, "--neftune", 1, "--lora_target_modules", ".*")
+    assert not said
+    parsed(*REQUIRED, "--task_name", "squad")
+    assert said == ["dataset_name_or_path says where the records are, so squad has no effect."]
+
+
 def test_other_names_mean_the_same():
     words = ["--model_name_or_path", "m", "--output_dir", "o", "--do_train", "1", "--device", "cpu"]
     found = parsed(*words, "--dataset_path", "d", "--chat_template", "alpaca", "--greedy_zero_padding", "1")
