@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import paddle
 import paddle.nn.functional as F
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
 
 def _op_for(x: paddle.Tensor, weight: paddle.Tensor):
     """The module of CPU ops where it can multiply these, without gradients; else None."""
-    if not paddle.in_dynamic_mode() or paddle.is_grad_enabled() or x.size > FEW_ROWS * x.shape[-1]:
+    if not paddle.in_dynamic_mode() or paddle.is_grad_enabled() or math.prod(x.shape[:-1]) > FEW_ROWS:
         return None
     return cpu_ops.usable(x, weight)
 
