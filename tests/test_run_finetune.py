@@ -610,6 +610,14 @@ def test_packing_and_its_padding_are_said(place, tmp_path, monkeypatch, capsys):
     assert len((tmp_path / "generated-1.jsonl").read_text().splitlines()) == 4
 
 
+def test_training_alone_needs_no_dev_split(place, tmp_path):
+    file = tmp_path / "records.jsonl"
+    shutil.copy(place / "data" / "train.json", file)
+    changes = dict(dataset_name_or_path=file, lora=1, do_eval=0, evaluation_strategy="no")
+    assert run(place, tmp_path / "out", **changes) == 0
+    assert len(losses(tmp_path / "out")) == 6 and "eval_loss" not in results(tmp_path / "out")
+
+
 def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
     import datasets
 

@@ -134,7 +134,10 @@ def load_template(name: str | None = None, tokenizer_template: str | None = None
     if name in TEMPLATES:
         return Template(name, TEMPLATES[name])
     if Path(name).is_file():
-        return Template(name, Path(name).read_text(encoding="utf-8"))
+        try:
+            return Template(name, Path(name).read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"template {name!r}: byte {error.start} is not UTF-8; save the file as UTF-8.") from None
     raise ValueError(
         f"template {name!r}: neither a file nor one of {', '.join([*TEMPLATES, 'tokenizer'])}. Write one in "
         "jinja, for "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
 import paddle
+from paddlenlp.trainer.trainer_utils import IntervalStrategy
 from paddlenlp.transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from paddlenlp.utils.log import logger
 
@@ -200,7 +201,7 @@ def check_splits(splits: Dict[str, Samples], training: FinetuneArguments) -> Non
     """ValueError where a split that the run needs is absent, before anything is trained."""
     if training.do_train and "train" not in splits:
         raise ValueError(f"do_train: there is no train split; found {', '.join(splits)}.")
-    evaluates = training.do_eval or training.evaluation_strategy != "no"
+    evaluates = training.do_eval or training.evaluation_strategy != IntervalStrategy.NO
     if evaluates and "dev" not in splits:
         why = "load_best_model_at_end" if training.load_best_model_at_end else "do_eval"
         raise ValueError(

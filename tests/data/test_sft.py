@@ -216,6 +216,9 @@ def test_bad_templates_are_refused(name, source, message):
 
 
 def test_template_file_and_sandbox(tmp_path):
+    (tmp_path / "latin.jinja").write_bytes("{{ prompt }} \xfc".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.jinja': byte 13 is not UTF-8; save the file as UTF-8"):
+        load_template(str(tmp_path / "latin.jinja"))
     (tmp_path / "t.jinja").write_text("Frage: {{ prompt | trim }}", encoding="utf-8")
     template = load_template(str(tmp_path / "t.jinja"))
     assert "".join(segment.text for segment in template.prompts([("x", "")], None)[0]) == "Frage: x"
