@@ -132,6 +132,17 @@ def test_other_names_mean_the_same():
     assert "enable_stage1_overlap" in parsed(*REQUIRED, "--sharding_stage1_overlap", "1")["sharding_parallel_config"]
 
 
+def test_flash_mask_is_packing_with_flash_attention():
+    """On a GPU, which a dry run needs not have; a prefix has no place in its mask."""
+    words = ["--model_name_or_path", "m", "--dataset_path", "d", "--dry_run", "1", "--device", "gpu", "--flash_mask", "1"]
+    found = parsed(*words)
+    assert found["zero_padding"] and found["use_flash_attention"] and found["flash_mask"]
+    with pytest.raises(ValueError, match="flash_mask = True: a prefix has no place in its mask"):
+        parsed(*words, "--prefix_tuning", "1")
+    with pytest.raises(ValueError, match="flash_mask = True: flashmask attention exists on GPU only; use zero_padding here"):
+        parsed(*words, "--device", "cpu")
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("[fq]*/*.json")), ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_every_settings_file_loads_and_holds_no_default_of_another_method(file):
     content = json.loads(file.read_text())
