@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Fine-tuning on what scripts/demo.sh pretrained: from a function's signature to the first line of its docstring.
 #
-#   bash scripts/demo_finetune.sh                     3 to 5 minutes on 2 cores; runs scripts/demo.sh first if need be
+#   bash scripts/demo_finetune.sh                     some 90 s of CPU; runs scripts/demo.sh first if need be
 #   bash scripts/demo_finetune.sh --max_steps 400     flags after it go to the LoRA run
 #   ERNIE35SE_DEMO_DIR=/tmp/demo bash scripts/demo_finetune.sh
 #

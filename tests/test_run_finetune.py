@@ -486,6 +486,7 @@ def test_a_dry_run_reads_no_weights(place, tmp_path, capsys):
         ({"merge_weights": 1}, "nothing that could be merged"),
         ({"merge_weights": 1, "lora": 1, "weight_quantize_algo": "nf4"}, "it needs full-precision weights"),
         ({"evaluation_strategy": "no", "load_best_model_at_end": 1}, "needs evaluations"),
+        ({"save_strategy": "steps", "load_best_model_at_end": 1}, "save_strategy = 'steps': load_best_model_at_end goes back"),
         ({"continue_training": 1}, "a setting of pretraining"),
         ({"lora": 1, "sharding_parallel_config": "enable_stage1_overlap"}, "sharding_parallel_config = "),
         ({"lora": 1, "sharding_stage1_overlap": 1}, "sharding_stage1_overlap = True: stage1_overlap expects a gradient"),

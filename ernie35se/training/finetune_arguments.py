@@ -354,6 +354,13 @@ class FinetuneArguments(PretrainArguments):
         if self.evaluation_strategy == "no" and (self.load_best_model_at_end or self.early_stopping_patience):
             needy = "load_best_model_at_end" if self.load_best_model_at_end else "early_stopping_patience"
             raise SettingError("evaluation_strategy", "no", f"{needy} needs evaluations; set epoch or steps")
+        if self.load_best_model_at_end and self.save_strategy != self.evaluation_strategy:
+            raise SettingError(
+                "save_strategy",
+                self.save_strategy,
+                f"load_best_model_at_end goes back to a checkpoint that was evaluated; set it to {self.evaluation_strategy!r}, "
+                "as evaluation_strategy",
+            )
         if self.early_stopping_patience and not self.metric_for_best_model:
             self.metric_for_best_model = "loss"
         self._resolve_metric()
