@@ -54,7 +54,7 @@ class Running:
         self.socket = socket.socket()
         self.socket.bind(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, log_level="error"))
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.app, log_level="error", timeout_graceful_shutdown=20))
         self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]})
 
     def __enter__(self):
