@@ -2,6 +2,7 @@
 
 Paddle ships these modes for GPUs. What is missing on CPU, and what stands in for it here:
 
+    one store of addresses for all groups      one for each group
     collectives "on the calculation stream"    the plain ones, waited for
     reduce_scatter                             all_reduce, of which each rank keeps its share
     c_identity, c_concat, c_split and the      the same mathematics from all_gather and all_reduce
@@ -15,14 +16,17 @@ Nothing of ernie35se is replaced.
 from __future__ import annotations
 
 import importlib
+import socket
 
 import paddle
 import paddle.distributed as dist
+import paddle.distributed.collective as collective
 import paddle.distributed.fleet.layers.mpu.mp_ops as mp_ops
+import paddle.distributed.fleet.base.topology as topology
 import paddle.distributed.parallel as paddle_parallel
 from paddle.autograd import PyLayer
 from paddle.base import core
-from paddle.distributed.collective import _get_group_map
+from paddle.distributed import parallel_helper
 
 META = "paddle.distributed.fleet.meta_parallel."
 
@@ -103,6 +107,35 @@ def patch_collectives():
     group.reduce_scatter_tensor_on_calc_stream = reduce_scatter
 
 
+def patch_groups():
+    """Paddle leaves the addresses of every group's members under the same names in the store that all ranks share, so
+    that groups which do not hold the same ranks find each other's."""
+    plain, kept = collective._new_process_group_impl, []
+
+    def new_group(backend, store, rank, ranks, name, **others):
+        port = f"port of the store of {name}"
+        if rank == 0:
+            store.set(port, str(free_port()))
+        kept.append(core.TCPStore("127.0.0.1", int(store.get(port)), rank == 0, ranks, 120))
+        return plain(backend, kept[-1], rank, ranks, name, **others)
+
+    collective._new_process_group_impl = new_group
+
+
+def forget_layout() -> None:
+    """Let the next fleet.init make the groups of another layout, over the same processes."""
+    if dist.is_initialized():
+        dist.init_parallel_env = lambda *_: None
+        parallel_helper._is_parallel_ctx_initialized = lambda: False
+    topology._HYBRID_PARALLEL_GROUP = dist.fleet.fleet._hcg = None
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 # ---- operators of tensor parallel -----------------------------------------------------------------------------------
 
 
@@ -152,10 +185,10 @@ def patch_operators():
     mp_ops._C_ops = Proxy(
         mp_ops._C_ops,
         c_identity=lambda x, ring, *rest: x.clone(),
-        c_concat=lambda x, rank, ranks, ring, *rest: Concat.apply(x, _get_group_map()[ring]),
+        c_concat=lambda x, rank, ranks, ring, *rest: Concat.apply(x, collective._get_group_map()[ring]),
         c_split=lambda x, rank, ranks, ring, *rest: paddle.split(x, ranks, axis=-1)[rank].clone(),
         c_softmax_with_cross_entropy=lambda x, label, ignored, ring, rank, ranks: CrossEntropy.apply(
-            x, label, _get_group_map()[ring], ignored, rank
+            x, label, collective._get_group_map()[ring], ignored, rank
         ),
     )
 
@@ -195,6 +228,7 @@ def patch_sharding():
 
 
 patch_collectives()
+patch_groups()
 patch_operators()
 patch_places()
 patch_sharding()
