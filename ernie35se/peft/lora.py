@@ -111,10 +111,10 @@ class LoRAConfig(AdapterConfig):
 
     def name(self) -> str:
         """The name of the method that the switches add up to."""
+        if self.weight_quantize_algo:  # whatever the adapter on top
+            return "QLoRA"
         if self.lora_use_mixer:
             return "LinChain" if self.mixer_num > 1 else "MoSLoRA"
-        if self.weight_quantize_algo:
-            return "QLoRA"
         names = {"pissa": "PiSSA", "use_mora": "MoRA", "rslora": "rsLoRA"}
         return next((name for switch, name in names.items() if getattr(self, switch)), "LoRA")
 

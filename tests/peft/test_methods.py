@@ -40,6 +40,8 @@ METHODS = {
     "mora": LoRAConfig(r=4, use_mora=True),
     "qlora_nf4": LoRAConfig(r=4, weight_quantize_algo="nf4", weight_double_quant=True),
     "qlora_int8": LoRAConfig(r=4, weight_quantize_algo="weight_only_int8", weight_blocksize=10, rslora=True),
+    "qlora_fp4": LoRAConfig(r=4, weight_quantize_algo="fp4", lora_use_mixer=True),
+    "qlora_int4": LoRAConfig(r=4, weight_quantize_algo="weight_only_int4", weight_double_quant=True, use_mora=True),
     "vera": VeRAConfig(r=8),
     "vera_pissa": VeRAConfig(r=4, pissa_init=True),
     "lokr": LoKrConfig(lokr_dim=2),
@@ -54,7 +56,7 @@ METHODS = {
     ),
 }
 MERGEABLE = [name for name, config in METHODS.items() if peft.METHODS[config.method].merges]
-QUANTISED = ("qlora_nf4", "qlora_int8")
+QUANTISED = ("qlora_nf4", "qlora_int8", "qlora_fp4", "qlora_int4")
 KEEPS_START = [name for name in METHODS if name not in ("reft", "prefix", "prefix_projected", *QUANTISED)]
 
 
@@ -70,9 +72,9 @@ HAND_COUNTS = {
         ("lora", "rslora", "lora+", "quick", "dropout", "pissa", *QUANTISED),
         sum((i + o) * 4 for i, o in LINEAR),
     ),
-    "moslora": sum((i + o) * 4 + 16 for i, o in LINEAR),
+    **dict.fromkeys(("moslora", "qlora_fp4"), sum((i + o) * 4 + 16 for i, o in LINEAR)),
     "linchain": sum((i + o) * 4 + 3 * 16 for i, o in LINEAR),
-    "mora": sum((int(((i + o) * 4) ** 0.5 + 0.5) // 2 * 2) ** 2 for i, o in LINEAR),
+    **dict.fromkeys(("mora", "qlora_int4"), sum((int(((i + o) * 4) ** 0.5 + 0.5) // 2 * 2) ** 2 for i, o in LINEAR)),
     "vera": sum(8 + o for _, o in LINEAR),
     "vera_pissa": sum(4 + o + 4 * o for _, o in LINEAR),
     "lokr": sum(lokr_size(i, o, 2, False) for i, o in LINEAR),

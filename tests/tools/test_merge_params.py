@@ -27,6 +27,7 @@ ADAPTERS = {
     "qlora": LoRAConfig(
         r=3, weight_quantize_algo="nf4", weight_double_quant=True, target_modules=r".*\.o_proj"
     ),
+    "qlora_int8": LoRAConfig(r=3, weight_quantize_algo="weight_only_int8", weight_blocksize=10, use_mora=True),
     "vera": VeRAConfig(),
     "vera_pissa": VeRAConfig(r=3, pissa_init=True),
     "lokr": LoKrConfig(lokr_dim=2, lokr_alpha=3),
