@@ -2,7 +2,7 @@
 # Train short, predict long: two small models that differ only in the positions they are trained on, and the perplexity of
 # both at 1, 2, 4 and 8 times the 64 tokens they were trained at (the claim of Ruoss et al. 2023).
 #
-#   bash scripts/long_context.sh                     half an hour on 2 busy cores, after the install
+#   bash scripts/long_context.sh                     about 20 minutes of one core's time, after the install
 #   bash scripts/long_context.sh --max_steps 6000    flags after it go to both runs of scripts/run_pretrain.py
 #   ERNIE35SE_LONG_CONTEXT_DIR=/tmp/long bash scripts/long_context.sh
 #

@@ -147,3 +147,18 @@ def test_the_script_trains_both_models_and_compares_them(checkout):
     assert again.count(": reusing ") == 5 and not (out / "random" / "runs").exists()
     tables = [re.findall(r"^\|.*\|$", printed, re.MULTILINE) for printed in (first, again)]
     assert tables[0] == tables[1] and len(tables[0]) == 12
+
+
+def test_the_page_shows_what_was_measured():
+    """docs/prediction.md holds the tables of docs/long_context.json, which the script wrote beside the picture."""
+    measured = json.loads((ROOT / "docs" / "long_context.json").read_text())
+    page = (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8")
+    lengths = [measured["train_length"] * multiple for multiple in (1, 2, 4, 8)]
+    for measure in eval_long_context.MEASURES:
+        assert "\n".join(eval_long_context.table(measured["curves"], lengths, measure)) in page
+    as_trained = {curve["name"]: curve["last"] for curve in measured["curves"]
+                  if (curve["trained"] == "random") == (curve["scheme"] == "interval")}  # fmt: skip
+    assert as_trained["random"]["512"] < as_trained["plain"]["512"] / 2
+    shown = f"at perplexity {as_trained['plain']['512']:.1f} instead of {as_trained['plain']['64']:.1f}"
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert shown in readme and "](docs/long_context.png)" in readme
