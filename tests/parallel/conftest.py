@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def no_pictures():
     """Drawing takes longer than the short runs of this process; the launch scripts' runs draw."""
     with pytest.MonkeyPatch.context() as patch:
