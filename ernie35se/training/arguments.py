@@ -22,6 +22,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import (
     Any,
@@ -59,10 +60,16 @@ NOT_YET = (
     ("enable_auto_parallel", bool, "automatic parallelism is not available for this model"),
     ("to_static", bool, "training in static mode is not available for this model"),
     ("do_export", bool, "exporting is not part of pretraining"),
-    ("optim", lambda value: value == "adafactor", "PaddleNLP's Trainer has no Adafactor; take adamw"),
     ("use_async_save", bool, "a checkpoint must be whole when training goes on; leave it off"),
     ("distributed_dataloader", bool, "every process reads its own samples; leave it off"),
 )
+
+OPTIMIZERS = ("adamw", "adamw_mini", "adamw_custom", "adamw_16bit_moment")  # what PaddleNLP's Trainer can make
+# Settings of PaddleNLP's own that take one of a few words.
+THEIR_CHOICES = {
+    "optim": OPTIMIZERS,
+    **dict.fromkeys(("evaluation_strategy", "save_strategy", "logging_strategy"), ("no", "steps", "epoch")),
+}
 
 # What pretraining has and fine-tuning does not, in the same form.
 NOT_YET_IN_FINETUNING = (
@@ -465,6 +472,10 @@ class _Parser(PdArgumentParser):
         for action in self._actions:
             if action.dest != "help":
                 action.default, action.required = argparse.SUPPRESS, False
+                action.choices = None  # _check_choices names the nearest one
+        for flag, times in Counter(word.split("=")[0] for word in words if word.startswith("--")).items():
+            if times > 1:
+                logger.warning(f"command line: {flag} is given {times} times: the last one counts.")
         namespace, unknown = self.parse_known_args(words)
         for word in unknown:
             if word.startswith("-"):
@@ -574,7 +585,7 @@ def _nearest(word: str, known: Sequence[str], prefix: str = "") -> str:
 
 def _check_choices(arguments: Any) -> None:
     for item in dataclasses.fields(arguments):
-        choices, value = item.metadata.get("choices"), getattr(arguments, item.name)
+        choices, value = item.metadata.get("choices") or THEIR_CHOICES.get(item.name), getattr(arguments, item.name)
         if choices and value not in choices:
             raise SettingError(
                 item.name, value, f"expected one of {', '.join(choices)}{_nearest(value, choices)}"

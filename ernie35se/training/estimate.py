@@ -63,6 +63,7 @@ class Plan:
     master_gradients: bool = False
     recompute: str = "none"  # or full, core_attn
     flash_attention: bool = False  # or another core that keeps no scores
+    frozen: bool = False  # the model's own matrices get no gradient (adapters)
 
     @property
     def devices(self) -> int:
@@ -353,7 +354,8 @@ class _Sizes:
     def final(self, decoder: Decoder) -> int:
         """Final norm, and the softmax of the logits in float32, or the gradients of the head that works in chunks."""
         if self.chunked(decoder):
-            return self.whole(decoder.final_kept + decoder.hidden) + decoder.embedding * FLOAT32
+            head_gradient = 0 if self.plan.frozen else decoder.embedding
+            return self.whole(decoder.final_kept + decoder.hidden) + head_gradient * FLOAT32
         return self.whole(decoder.final_kept) + self.logits * FLOAT32
 
     def chunked(self, decoder: Decoder) -> bool:
@@ -384,15 +386,18 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
       blocks after it is kept yet;
     - with full recomputation, that block again in the backward pass, with all that it keeps otherwise;
     - the backward of the last block: gradient of its widest matrix and of its FFN product.
+
+    A frozen matrix has no gradient.
     """
     sizes = _Sizes(decoder, plan)
     moments = [0]
     if last and sizes.chunked(decoder):
         rows = min(sizes.tokens, HEAD_CHUNK)
-        more = decoder.embedding if sizes.tokens > HEAD_CHUNK else 0  # a chunk's part of the weight's gradient
+        more = decoder.embedding if sizes.tokens > HEAD_CHUNK and not plan.frozen else 0  # a chunk's part of the weight's gradient
         moments.append((rows * decoder.vocabulary + more) * FLOAT32)
     elif last:
-        head_gradient = (2 if decoder.tied else 1) * decoder.embedding * sizes.element // plan.tensor_parallel
+        copies = 0 if plan.frozen else 2 if decoder.tied else 1
+        head_gradient = copies * decoder.embedding * sizes.element // plan.tensor_parallel
         half_copy = sizes.logits * HALF if plan.precision != "float32" else 0
         moments += [sizes.logits * FLOAT32 + half_copy, head_gradient + sizes.whole(decoder.hidden)]
     after = sizes.final(decoder) if last else 0
@@ -403,7 +408,8 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
             moments.append(sizes.kept_by(block) + sizes.space_in(block) - after - sizes.whole(decoder.hidden))
         else:
             moments.append(sizes.space_in(block) - after - sum(map(sizes.kept_by, blocks[position + 1 :])))
-    gradient = (blocks[-1].largest_matrix if blocks else 0) * sizes.element // plan.tensor_parallel
+    largest = blocks[-1].largest_matrix if blocks and not plan.frozen else 0
+    gradient = largest * sizes.element // plan.tensor_parallel
     moments.append(gradient + sizes.split(decoder.ffn) - sizes.whole(decoder.hidden))
     return max(moments)
 

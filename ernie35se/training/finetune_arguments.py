@@ -18,6 +18,7 @@ from ..peft.reft import ACTIVATIONS, INTERVENTIONS
 from .arguments import (
     NOT_YET,
     NOT_YET_IN_FINETUNING,
+    OPTIMIZERS,
     PretrainArguments,
     SettingError,
     _check_choices,
@@ -38,7 +39,6 @@ SWITCHES = {
     "tare": "tare",
     "prefix_tuning": "prefix",
 }
-OPTIMIZERS = ("adamw", "adamw_mini", "adamw_custom", "adamw_16bit_moment")  # what PaddleNLP's Trainer can make
 # metric_for_best_model -> whether more of it is better
 METRICS = {"loss": False, "ppl": False, "accuracy": True}
 GENERATION_METRICS = {"rouge1": True, "rouge2": True, "rougeL": True, "bleu4": True}

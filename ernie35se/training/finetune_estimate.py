@@ -6,7 +6,7 @@ trains whole is estimate.py's. With adapters
 - gradients and optimizer state are those of what trains; the weights are the frozen ones as they are stored, and the
   adapters;
 - activations are the model's, and what each adapter says that it keeps besides (`Adapter.kept_floats`);
-- a frozen matrix has no gradient: 4 FLOPs a weight and token instead of 6.
+- a frozen matrix has no gradient, the LM head neither: less working space, and 4 FLOPs a weight and token instead of 6.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def memory_per_device(config: Any, plan: Plan, counts: Counts) -> List[Row]:
     if plan.recompute == "full":
         kept //= blocks  # of one block at a time
     rows = []
+    plan = dataclasses.replace(plan, frozen=bool(counts.frozen))
     for part, size, source in estimate.memory_per_device(config, plan):
         if part == "weights":
             size, source = int(size * stored) + counts.quantised_bytes, f"{counts.total:,} parameters"

@@ -123,7 +123,9 @@ def test_spellings_of_booleans(words, expected):
     (["--model_type", "llama"], ["model_type = 'llama'"]),
     (["--report_to", "visualdll"], ["report_to", "did you mean visualdl?"]),
     (["--metric_for_best_model", "accuracy"], ["metric_for_best_model = 'accuracy'", "expected loss"]),
-    (["--optim", "adafactor"], ["optim = 'adafactor'", "take adamw"]),
+    (["--optim", "adafactor"], ["optim = 'adafactor'", "expected one of adamw, adamw_mini, adamw_custom"]),
+    (["--optim", "adamv"], ["optim = 'adamv'", "did you mean adamw?"]),
+    (["--save_strategy", "epochs"], ["save_strategy = 'epochs'", "expected one of no, steps, epoch; did you mean epoch?"]),
     (["--split", "1,2,x"], ["split", "'x'"]), (["--split", "0,0,0"], ["split"]), (["--split", "1,-1,1"], ["split"]),
     (["--learning_rate", "nan"], ["learning_rate"]), (["--learning_rate", "-1"], ["learning_rate = -1.0", "above 0"]),
     (["--learning_rate", "0"], ["learning_rate"]), (["--learning_rate", "inf"], ["learning_rate"]),
@@ -145,6 +147,13 @@ def test_refusals_on_the_command_line(words, parts):
     message = refusal(*TASK, *words)
     assert message.startswith("command line: ")
     assert all(part in message for part in parts), message
+
+
+def test_of_a_flag_given_twice_the_last_counts_and_that_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(arguments.logger, "warning", said.append)
+    assert parse_pretrain_arguments([*TASK, "--seed", "3", "--report_to", "none", "visualdl", "--seed=4"])[2].seed == 4
+    assert said == ["command line: --seed is given 2 times: the last one counts."]
 
 
 @pytest.mark.parametrize("missing, name", [

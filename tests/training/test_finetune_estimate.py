@@ -64,6 +64,9 @@ CASES = {
     "activations": (Ernie35Config(**shape(128, 352, 6, 4, 64)), 4, 96),
     "scores": (Ernie35Config(**shape(64, 128, 4, 8, 64)), 1, 511),
     "recompute": (Ernie35Config(**shape(128, 352, 6, 4, 64, use_recompute=True)), 4, 96),
+    "head": (Ernie35Config(**shape(64, 128, 4, 4, 4096)), 1, 16),
+    "tied head": (Ernie35Config(**shape(64, 128, 4, 4, 4096, tie_word_embeddings=True)), 1, 16),
+    "head in chunks": (Ernie35Config(**shape(64, 128, 3, 2, 2048)), 3, 500),
     "Qwen2": (Qwen2Config(**shape(128, 352, 4, 4, 512, **QWEN)), 2, 128),
 }
 
