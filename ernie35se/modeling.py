@@ -256,19 +256,26 @@ class LMHead(nn.Layer):
         has_bias = config.use_bias and config.weight_share_add_bias
         self.bias = parallel.vocab_parameter(self, config, is_bias=True) if has_bias else None
 
-    def forward(self, x, embedding_weight=None):
+    def forward(self, x, embedding_weight=None, labels=None):
+        """Scores (B, T, V) of x (B, T, C), or the loss of labels (B, T). Both through this call: sharding stage 3 puts
+        the weight together for its layer's calls only."""
+        if labels is not None:
+            return self._loss(x, labels, embedding_weight)
+        return self._scores(x, embedding_weight)
+
+    def _scores(self, x, embedding_weight):
         tied = self.weight is None
         logits = linear(parallel.enter_vocab(self.config, x), embedding_weight if tied else self.weight, self.bias, tied)
         return parallel.leave_vocab(self.config, logits)  # (B, T, V)
 
-    def loss(self, x, labels, embedding_weight=None):
-        """The loss of labels (B, T) from x (B, T, C): without whole logits in float32 on one rank."""
+    def _loss(self, x, labels, embedding_weight):
+        """Without whole logits in float32 on one rank."""
         config, tied = self.config, self.weight is None
         weight = embedding_weight if tied else self.weight
         whole = parallel.tensor_degree(config) == 1 and x.dtype == weight.dtype == paddle.float32
         if whole and not paddle.amp.is_autocast_enabled():
             return head_loss(x, weight, self.bias, labels, config.ignored_index, tied)
-        return causal_lm_loss(self(x, embedding_weight), labels, config.ignored_index, config.vocab_size)
+        return causal_lm_loss(self._scores(x, embedding_weight), labels, config.ignored_index, config.vocab_size)
 
 
 @paddle.no_grad()
@@ -522,7 +529,7 @@ class Ernie35ForCausalLM(Ernie35GenerationMixin, Ernie35PretrainedModel):
         )
         logits = None
         if labels is not None and self.training and not return_logits:
-            loss = self.lm_head.loss(trunk.last_hidden_state, labels, self.ernie.embed_tokens.weight)
+            loss = self.lm_head(trunk.last_hidden_state, self.ernie.embed_tokens.weight, labels)
         else:
             logits = self.lm_logits(trunk.last_hidden_state)  # (B, T, V)
             loss = None if labels is None else causal_lm_loss(logits, labels, config.ignored_index, config.vocab_size)

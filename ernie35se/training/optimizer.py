@@ -91,6 +91,18 @@ def with_fused_update(optimizer: Optional[paddle.optimizer.Optimizer]):
     return optimizer
 
 
+SLICE = "slice@"  # what Paddle puts before the name of a weight that sharding stage 3 has sliced
+
+
+def decays_slices(optimizer: Optional[paddle.optimizer.Optimizer]):
+    """Under sharding stage 3 a slice decays as its weight: the rule knows whole weights' names, so that Paddle would
+    leave out every slice without a word. Returns the same object."""
+    rule = getattr(optimizer, "_apply_decay_param_fun", None)
+    if rule is not None:
+        optimizer._apply_decay_param_fun = lambda name: rule(name[len(SLICE) :] if name.startswith(SLICE) else name)
+    return optimizer
+
+
 def _is_ordinary(param, grad) -> bool:
     return (
         not grad.is_selected_rows()

@@ -28,7 +28,7 @@ from paddlenlp.utils.log import logger
 from ..positions import progressive_sequence_length, random_position_ids
 from .loader import DataLoader, SequentialBatchSampler
 from .metrics import perplexity
-from .optimizer import with_fused_update
+from .optimizer import decays_slices, with_fused_update
 from .resumable import ResumableTrainer, plain
 
 SEED_STRIDE = 100_000  # between the position seeds of neighbouring data ranks
@@ -116,8 +116,8 @@ class PretrainTrainer(ResumableTrainer):
     # ---------------------------------------------------------------- a step
 
     def create_optimizer(self, lr_scheduler=None):
-        """PaddleNLP's, with clipping and update in one op where that can be."""
-        self.optimizer = with_fused_update(super().create_optimizer(lr_scheduler))
+        """PaddleNLP's, with clipping and update in one op where that can be, and decay under every kind of sharding."""
+        self.optimizer = decays_slices(with_fused_update(super().create_optimizer(lr_scheduler)))
         return self.optimizer
 
     def training_step(self, model, inputs: Dict[str, Any], *args, **kwargs) -> paddle.Tensor:
