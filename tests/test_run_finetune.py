@@ -622,7 +622,7 @@ def test_training_alone_needs_no_dev_split(place, tmp_path):
 
 
 def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
-    import datasets
+    import datasets.load
 
     records = [{"context": "one two", "question": "moon sun", "answers": {"text": ["two"]}}] * 4
     empty = {**records[0], "answers": {"text": []}}
@@ -632,7 +632,7 @@ def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
         asked.append((name, part))
         return {"train": [*records, empty], "validation": records}
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets.load, "load_dataset", load)
     words = words_of(settings(place / "base", "", tmp_path / "out", task_name="squad", preview_data=1))
     del words[words.index("--dataset_name_or_path") : words.index("--dataset_name_or_path") + 2]
     assert run_finetune.main(words) == 0 and asked == [("squad", None)]
@@ -644,10 +644,36 @@ def test_data_of_a_hub(place, tmp_path, capsys, monkeypatch):
     def fail(name, part):
         raise ConnectionError("no route")
 
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets.load, "load_dataset", fail)
     assert run_finetune.main(words) == 2
     said = "task_name = 'squad': cannot be loaded (ConnectionError: no route). Without a network, download"
     assert said in capsys.readouterr().err
+
+
+def test_the_hubs_datasets_are_read_by_its_own_library(place, tmp_path, capsys, monkeypatch):
+    """Offline: a folder is read by the real thing, and squad is looked for on the hub, not in PaddleNLP's stale script."""
+    import datasets.config
+
+    import paddlenlp.datasets  # noqa: F401  puts its own function at datasets.load_dataset
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    shutil.copytree(place / "data", tmp_path / "data")
+    (tmp_path / "data" / "dev.json").rename(tmp_path / "data" / "validation.json")
+
+    def preview(name):
+        words = words_of(settings(place / "base", "", tmp_path / "out", task_name=name, preview_data=1))
+        del words[words.index("--dataset_name_or_path") : words.index("--dataset_name_or_path") + 2]
+        return run_finetune.main(words)
+
+    assert preview(tmp_path / "data") == 0
+    out = capsys.readouterr().out
+    assert "train: 12 kept, 12 records" in out and "dev: 4 kept, 4 records" in out
+    assert preview("squad") == 2
+    error = capsys.readouterr().err
+    assert "task_name = 'squad': cannot be loaded (" in error and "Module" not in error
+    assert "Without a network, download its records elsewhere and give their folder as --dataset_name_or_path." in error
 
 
 # ----------------------------------------------------------------------------------------------- other models

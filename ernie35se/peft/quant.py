@@ -11,6 +11,10 @@ and for every value the nearest code, two codes to a byte where they have 4 bits
 Double quantisation stores the scales themselves in 8 bits: less their mean, in blocks of 256.
 
 The forward dequantises, and so does the backward: no full-precision weight stays in memory between the two.
+
+A GPU runs the same Paddle operations. The CUDA kernels that PaddleNLP 3.0.0b4 calls are not used there: those of nf4 and
+fp4 (`paddleslim_ops`) are in no released package, and `paddle.nn.quant.weight_only_linear` takes half precision alone, with
+one scale a column or fixed groups, so it would not be the numbers that are trained, saved and merged here.
 """
 
 from __future__ import annotations

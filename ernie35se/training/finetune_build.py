@@ -179,7 +179,8 @@ def _conversations(data: FinetuneDataArguments) -> Dict[str, tuple]:
 
 def _from_hub(dataset: str, task: Optional[str], setting: str) -> Dict[str, tuple]:
     try:
-        from datasets import load_dataset
+        # PaddleNLP puts another function at datasets.load_dataset, with a squad that needs datasets 2, and trusts remote code.
+        from datasets.load import load_dataset
 
         splits = load_dataset(dataset, task)
     except Exception as error:  # network, cache, unknown name: many kinds

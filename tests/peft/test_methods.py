@@ -268,6 +268,17 @@ def test_recompute_changes_no_loss(name, granularity, trained):
     assert losses == pytest.approx(trained(name)[2], abs=2e-6)
 
 
+@pytest.mark.parametrize("noise", [False, True])
+def test_recompute_changes_no_loss_of_all_weights_and_with_neftune(noise):
+    losses = []
+    for recompute in (False, True):
+        model = build_model(tiny_config(use_recompute=recompute))
+        if noise:
+            peft.add_noise(model, 5.0)
+        losses.append(train(model, 4))
+    assert losses[1] == pytest.approx(losses[0], abs=2e-6) and losses[0][-1] < losses[0][0] - 0.01
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_parallel_models_are_refused_by_name(name):
     model = build_model(tiny_config())
