@@ -428,8 +428,10 @@ def communication_per_step(config: Any, plan: Plan) -> List[Row]:
       2 for the embedding, 2 for the LM head's input. Sequence parallel takes apart each sum into its two halves, and
       gathers once more at either end. Recomputation repeats the forward sums.
     - pipeline: the state forwards and its gradient backwards, once a part and micro-batch (Narayanan et al. 2021).
-    - sharding (Rajbhandari et al. 2020, section 7): 2 units of the gradients in stages 1 and 2; in stage 3 also the
-      weights, gathered in each forward and backward pass.
+    - sharding, in units of all gradients or all weights (Rajbhandari et al. 2020, section 7, but counted as Paddle
+      does it): stage 1 reduces gradients once and broadcasts weights, 1 unit each; stage 2 reduces gradients in every
+      micro-batch, since none has room for the others' sums; stage 3 sums gradients in every micro-batch, 2 units, and
+      gathers weights in its forward and backward pass, 1 unit each, and for recomputation once more.
     - data parallel: 2 units of the gradients.
     """
     decoder = describe(config)
@@ -442,9 +444,9 @@ def _stage_communication(decoder: Decoder, plan: Plan, stage: int) -> List[Row]:
     first, last = stage == 0, stage == plan.pipeline_parallel - 1
     element = HALF if plan.precision != "float32" else FLOAT32
     state = plan.micro_batch * plan.seq_length * decoder.hidden * element
-    gradients = _parameters_of_rank(decoder, plan, blocks, first, last) * (
-        FLOAT32 if plan.master_gradients or not plan.master_weights else HALF
-    )
+    parameters = _parameters_of_rank(decoder, plan, blocks, first, last)
+    gradients = parameters * (FLOAT32 if plan.master_gradients or not plan.master_weights else HALF)
+    weights = parameters * (HALF if plan.master_weights else FLOAT32)
 
     def share(ranks):
         return (ranks - 1) / ranks
@@ -456,12 +458,17 @@ def _stage_communication(decoder: Decoder, plan: Plan, stage: int) -> List[Row]:
         Row("pipeline", _pipeline_bytes(plan, state, first, last),
             "the state forwards, its gradient backwards, each micro-batch"),
     ]  # fmt: skip
-    sharded = 2.0
-    if plan.sharding_stage == 3:
-        sharded = plan.accumulation * (1 + 2)
-    rows.append(Row("sharding", int(sharded * gradients * share(plan.sharding_degree)), "gradients and weights"))
+    sharded = sum(times * size for times, size in zip(_sharding_units(plan), (gradients, weights)))
+    rows.append(Row("sharding", int(sharded * share(plan.sharding_degree)), "gradients and weights"))
     rows.append(Row("data", int(2 * gradients * share(plan.data_parallel)), "gradients"))
     return [row for row in rows if row.bytes]
+
+
+def _sharding_units(plan: Plan) -> Tuple[int, int]:
+    """How often a step's sharding sends all gradients, and all weights."""
+    if plan.sharding_stage == 3:
+        return 2 * plan.accumulation, (3 if plan.recompute == "full" else 2) * plan.accumulation
+    return (plan.accumulation if plan.sharding_stage == 2 else 1), 1
 
 
 def tensor_units(part: str, plan: Plan) -> int:

@@ -98,6 +98,16 @@ class AnyLayoutTrainer(Trainer):
             parallel.join_data_parallel_group(args.world_size)
         super().__init__(model=model, args=args, **kwargs)
 
+    def _wrap_model(self, model, training=True):
+        """Sharding stage 3 puts a weight together for calls of its own layer; the tied head uses another layer's."""
+        if isinstance(model, CheckpointMixin) and model.config.tie_word_embeddings and not self._has_stages(model):
+            model.lm_head.extra_parameters = [model.ernie.embed_tokens.weight]  # Paddle's name for such
+        return super()._wrap_model(model, training)
+
+    @staticmethod
+    def _has_stages(model) -> bool:
+        return isinstance(model, parallel.PipelineLayer)
+
     def _save_checkpoint(self, model, metrics=None) -> None:
         super()._save_checkpoint(model, metrics)
         layout = Layout.of_run(self.args, self.model.config)

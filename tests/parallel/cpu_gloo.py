@@ -9,14 +9,19 @@ Paddle ships these modes for GPUs. What is missing on CPU, and what stands in fo
     vocabulary-parallel softmax
     broadcasts of inputs to a CUDA place       none: the ranks of a model-parallel group read the same samples
     device names in sharding stages 2 and 3    "cpu"
+    stage 3's smallest weight that is sliced   30 elements rather than a million
 
 Nothing of ernie35se is replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import os
 import socket
+import stat
+import sys
 
 import paddle
 import paddle.distributed as dist
@@ -29,6 +34,7 @@ from paddle.base import core
 from paddle.distributed import parallel_helper
 
 META = "paddle.distributed.fleet.meta_parallel."
+SLICED_FROM = 30  # elements of a weight that sharding stage 3 slices; more than a norm's or a small bias's
 
 
 class Proxy:
@@ -43,9 +49,10 @@ class Proxy:
 
 # ---- counting -------------------------------------------------------------------------------------------------------
 
-# Bytes of floating point numbers moved so far: an all-reduce counts twice, an all-gather by what comes out, a
-# reduce-scatter by what goes in. On a ring of N ranks each sends (N - 1) / N of that.
-moved = {"collective": 0, "sent": 0}
+# Bytes of floating point numbers moved so far. On a ring of N ranks each sends (N - 1) / N of "collective" (what layers
+# exchange) and of "whole" (gradients and weights): an all-reduce counts twice, an all-gather by what comes out, a
+# reduce-scatter by what goes in, a reduce or a broadcast, of which every rank is the root of an N-th, once.
+moved = {"collective": 0, "whole": 0, "sent": 0}
 
 
 def count(kind: str, tensor, times: int = 1):
@@ -54,6 +61,27 @@ def count(kind: str, tensor, times: int = 1):
 
 
 # ---- collectives ----------------------------------------------------------------------------------------------------
+
+
+def tcp_bytes_sent() -> int:
+    """Bytes that this process has sent by its TCP connections, for what Paddle communicates out of Python's sight.
+
+    Raises:
+        OSError: not on Linux, or one before 4.19.
+    """
+    return sum(map(_bytes_sent, os.listdir("/proc/self/fd")))
+
+
+def _bytes_sent(descriptor: str) -> int:
+    if not os.path.exists(place := f"/proc/self/fd/{descriptor}") or not stat.S_ISSOCK(os.stat(place).st_mode):
+        return 0
+    with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return 0
+        report = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 208)
+    if len(report) < 208:
+        raise OSError("this kernel does not count the bytes that a connection has sent")
+    return int.from_bytes(report[200:208], sys.byteorder)  # tcpi_bytes_sent, linux/tcp.h
 
 
 class Done:
@@ -72,15 +100,29 @@ class Done:
 def reduce_scatter(group, out, tensor, op, sync_op=True):
     count("collective", tensor)
     whole = tensor.clone()
-    group.all_reduce(whole, op, True).wait()
+    plain_all_reduce(group, whole, op, True).wait()
     share = out.shape[0]
     out.copy_(whole[group.rank() * share : (group.rank() + 1) * share], True)
     return Done()
 
 
+plain_all_reduce = core.ProcessGroup.all_reduce
+
+
+def counted(plain, times: int):
+    """A collective over whole gradients or weights; a single number (a norm, a loss) is none."""
+
+    def collective(self, tensor, *rest):
+        if tensor.numel().item() > 1:
+            count("whole", tensor, times)
+        return plain(self, tensor, *rest)
+
+    return collective
+
+
 def patch_collectives():
     group = core.ProcessGroup
-    plain_gather = group.all_gather
+    plain_gather, plain_broadcast = group.all_gather, group.broadcast
 
     def all_gather(self, *arguments):
         if isinstance(arguments[1], paddle.Tensor) and isinstance(arguments[0], paddle.Tensor):
@@ -89,7 +131,7 @@ def patch_collectives():
 
     def all_reduce(self, tensor, op):
         count("collective", tensor, 2)
-        return self.all_reduce(tensor, op, True).wait()
+        return plain_all_reduce(self, tensor, op, True).wait()
 
     def send(self, tensor, target):
         count("sent", tensor)
@@ -97,7 +139,7 @@ def patch_collectives():
 
     group.all_gather = all_gather
     group.all_reduce_on_calc_stream = all_reduce
-    group.broadcast_on_calc_stream = lambda self, tensor, source: self.broadcast(tensor, source, True).wait()
+    group.broadcast_on_calc_stream = lambda self, tensor, source: plain_broadcast(self, tensor, source, True).wait()
     group.all_gather_into_tensor_on_calc_stream = lambda self, out, tensor: self.all_gather_into_tensor(
         out, tensor, True
     ).wait()
@@ -105,6 +147,8 @@ def patch_collectives():
     group.recv_on_calc_stream = lambda self, tensor, source: self.recv(tensor, source, True).wait()
     group.reduce_scatter_tensor = reduce_scatter
     group.reduce_scatter_tensor_on_calc_stream = reduce_scatter
+    group.all_reduce, group.broadcast = counted(plain_all_reduce, 2), counted(plain_broadcast, 1)
+    group.reduce = counted(group.reduce, 1)
 
 
 def patch_groups():
@@ -204,9 +248,21 @@ def patch_places():
     paddle_parallel.ParallelEnv._device_id = 0
 
 
+def moved_to_cpu(tensor, convert_dtype=False):
+    """Paddle's empties its argument after `.cpu()`, which on CPU is the same memory."""
+    copy = paddle.cast(tensor, "float32") if convert_dtype else tensor.clone()
+    tensor._clear_data()
+    return copy
+
+
 def patch_sharding():
+    import paddle.distributed.sharding as distributed_sharding
     import paddle.distributed.sharding.group_sharded as entry
 
+    # Stage 3 leaves weights of up to 2^20 elements whole, which all weights of the tests' models are.
+    distributed_sharding.group_sharded_parallel = functools.partial(
+        entry.group_sharded_parallel, segment_size=SLICED_FROM
+    )
     entry.paddle = Proxy(paddle, device=Proxy(paddle.device, get_all_custom_device_type=lambda: ["cpu"]))
     places = dict(
         get_device=lambda: "cpu:0",
@@ -220,6 +276,10 @@ def patch_sharding():
             module.core = Proxy(module.core, is_compiled_with_cuda=lambda: True)
         if hasattr(module, "cvt_to_device"):
             module.cvt_to_device = lambda x, device_id, blocking=True: x
+        if hasattr(module, "alignment"):
+            module.alignment["cpu"] = 4  # bytes rather than 4096, which would be most of what small models send
+        if hasattr(module, "_device2cpu"):
+            module._device2cpu = moved_to_cpu
     storage = importlib.import_module(META + "sharding.group_sharded_storage").ParamStorage
     plain = storage.add_rank_params
     storage.add_rank_params = lambda self, parameters, alignment, convert_gpu=True: plain(

@@ -13,9 +13,9 @@ from cases import length_of_step, small_config, train_alone  # noqa: E402
 from launching import launch_worker  # noqa: E402
 
 from ernie35se.positions import random_position_ids  # noqa: E402
+from ernie35se.training.estimate import Plan, communication_per_step  # noqa: E402
 
-CASES = ["data", "stage1", "stage2", "stage3"]
-
+CASES = ["data", "stage1", "stage2", "stage3", "stage3_recompute"]
 
 pytestmark = pytest.mark.slow  # several launches
 
@@ -72,3 +72,23 @@ def test_replicas_stay_equal_though_their_positions_differ(results, case):
     for name, value in first.items():
         if name.startswith("weight/"):
             np.testing.assert_array_equal(value, second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_of_what_is_sent_is_what_was_counted(results, case):
+    """Data parallel by the bytes of its connections, messages' heads and all; sharding by what went into collectives, of
+    which each of two ranks sends half. Stage 2 fills its buffers up to equal lengths; stage 3 does not slice the norms."""
+    config = small_config(use_recompute="recompute" in case)
+    recompute = "full" if config.use_recompute else "none"
+    stage = int(case[5]) if case.startswith("stage") else 0
+    layout = dict(sharding_stage=stage, sharding_degree=2) if stage else dict(data_parallel=2)
+    (row,) = communication_per_step(config, Plan(24, accumulation=2, recompute=recompute, **layout))
+    assert row.part == ("sharding" if stage else "data")
+    for rank in ranks_of(results, case):
+        collectives, connections = rank["traffic"].T
+        assert len(collectives) == 5  # the first step also starts the layout
+        if case == "stage1":
+            assert set(collectives // 2) == {row.bytes}
+        else:
+            counted = collectives / 2 if stage else connections
+            np.testing.assert_allclose(counted, row.bytes, rtol=0.04)
