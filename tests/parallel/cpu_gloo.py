@@ -255,14 +255,18 @@ def moved_to_cpu(tensor, convert_dtype=False):
     return copy
 
 
-def patch_sharding():
+def slice_weights_of(elements: int) -> None:
+    """Stage 3 leaves weights of up to 2^20 elements whole, which all weights of the tests' models are."""
     import paddle.distributed.sharding as distributed_sharding
+    from paddle.distributed.sharding.group_sharded import group_sharded_parallel
+
+    distributed_sharding.group_sharded_parallel = functools.partial(group_sharded_parallel, segment_size=elements)
+
+
+def patch_sharding():
     import paddle.distributed.sharding.group_sharded as entry
 
-    # Stage 3 leaves weights of up to 2^20 elements whole, which all weights of the tests' models are.
-    distributed_sharding.group_sharded_parallel = functools.partial(
-        entry.group_sharded_parallel, segment_size=SLICED_FROM
-    )
+    slice_weights_of(SLICED_FROM)
     entry.paddle = Proxy(paddle, device=Proxy(paddle.device, get_all_custom_device_type=lambda: ["cpu"]))
     places = dict(
         get_device=lambda: "cpu:0",
