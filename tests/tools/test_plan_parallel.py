@@ -75,7 +75,7 @@ def test_it_agrees_with_the_rules_of_the_parallel_page():
         return choices[0], flat[0]
 
     first, flat = best(8)
-    assert first == flat and first.plan.sharding_stage == 2
+    assert first == flat and first.plan.sharding_stage == 1  # stage 2 reduces gradients in every micro-batch
     first, flat = best(64)
     assert 1 < first.plan.pipeline_parallel <= 8 and first.plan.virtual > 1
     assert first.seconds < flat.seconds < 1.2 * first.seconds
