@@ -70,6 +70,8 @@ def first_fault(
         return Fault("sharding", stage, f"with tensor_parallel_degree {tensor} only stage1 and stage2 are possible")
     if virtual > 1 and pipeline == 1:
         return Fault("virtual_pp_degree", virtual, "pipeline_parallel_degree is 1; there are no stages to interleave")
+    if virtual > 1 and pipeline == 2:
+        return Fault("virtual_pp_degree", virtual, "Paddle interleaves three stages or more; pipeline_parallel_degree is 2")
     if virtual > 1 and accumulation % pipeline:
         return Fault(
             "gradient_accumulation_steps",

@@ -250,17 +250,17 @@ def test_sharding_in_one_process_is_accepted_and_said_to_do_nothing(said):
 
 def test_a_dry_run_describes_many_devices_from_one_process():
     model, _, training = parse_pretrain_arguments(
-        ["--dry_run", "--tensor_parallel_degree", "4", "--pipeline_parallel_degree", "2", "--virtual_pp_degree", "2",
+        ["--dry_run", "--tensor_parallel_degree", "4", "--pipeline_parallel_degree", "4", "--virtual_pp_degree", "2",
          "--gradient_accumulation_steps", "4", "--dry_run_devices", "64", "--sequence_parallel", "--use_fused_ln", "--sharding", "stage1", "--device", "gpu", "--bf16"])  # fmt: skip
     assert (training.tensor_parallel_degree, training.pipeline_parallel_degree, model.virtual_pp_degree) == (
         4,
-        2,
+        4,
         2,
     )
     assert (training.sharding, training.bf16, model.use_fused_ln) == ("stage1", True, True)
     assert training.devices() == 64
-    with pytest.raises(ValueError, match="gradient_accumulation_steps is not set .and so 1.: .* a multiple of .* 2"):
-        parse_pretrain_arguments(["--dry_run", "--pipeline_parallel_degree", "2", "--virtual_pp_degree", "2"])
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is not set .and so 1.: .* a multiple of .* 4"):
+        parse_pretrain_arguments(["--dry_run", "--pipeline_parallel_degree", "4", "--virtual_pp_degree", "2"])
     with pytest.raises(ValueError, match="= 6 devices do not divide the 64"):
         parse_pretrain_arguments(["--dry_run", "--dry_run_devices", "64", "--tensor_parallel_degree", "6"])
 

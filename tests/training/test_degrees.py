@@ -33,6 +33,7 @@ def test_what_fits_is_accepted(degrees, devices, extra):
         (Degrees(pipeline=2, sharding=2, stage="stage2"), 4, {}, "sharding", "only stage1"),
         (Degrees(tensor=2, sharding=2, stage="stage3"), 4, {}, "sharding", "only stage1 and stage2"),
         (Degrees(virtual=2), 2, {}, "virtual_pp_degree", "no stages to interleave"),
+        (Degrees(pipeline=2, virtual=2), 2, dict(accumulation=4), "virtual_pp_degree", "three stages or more"),
         (Degrees(pipeline=4, virtual=2), 4, dict(accumulation=6), "gradient_accumulation_steps", "degree 4"),
     ],
 )
