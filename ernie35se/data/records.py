@@ -28,6 +28,7 @@ SPLITS = ("train", "dev", "test")
 _FORMS = "instruction/output, src/tgt, context/question/answers, or messages"
 _PROMPT_FORMS = "src, instruction (with input, system, history), or messages"
 _SPACE = re.compile(r"[ \t\n\r]*")
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # JSON may spell such; json joins the halves of whole characters
 
 
 class Conversation(NamedTuple):
@@ -167,6 +168,13 @@ def _records(file: Path) -> Iterator[tuple[int, object]]:
             raise ValueError(
                 f"{file}:{line}: expected a comma or the list's end after a record. Is the file cut off?"
             )
+    rest = _SPACE.match(text, position + 1).end()
+    if rest < len(text):
+        line += text.count("\n", counted, rest)
+        raise ValueError(
+            f"{file}:{line}: {text[rest : rest + 20]!r} follows the list's end; expected one list of records and nothing "
+            "else. Join lists into one, or write JSON lines."
+        )
 
 
 def _decode(text: str, position: int, place: str, whole: bool = False):
@@ -221,6 +229,12 @@ def _text(record: dict, field: str, place: str, default: str | None = None) -> s
 
 
 def _conversation(turns, system: str | None, place: str) -> Conversation:
+    for text in (text for turn in [*turns, (system or "",)] for text in turn):
+        if found := _HALF_CHARACTER.search(text):
+            raise ValueError(
+                f"{place}: {text[max(found.start() - 20, 0) : found.start()]!r} is followed by {found.group()!r}, half of a "
+                "character (an emoji cut in two?), which no UTF-8 text holds; expected whole characters."
+            )
     if not turns or not all(response.strip() for _, response in turns):
         raise Empty("empty response")
     return Conversation(tuple((prompt, response) for prompt, response in turns), system or None, place)

@@ -116,6 +116,10 @@ def test_line_numbers_in_a_list_are_those_of_the_records(tmp_path):
         ('[{"src": "a", "tgt": "b"} {"src": "a", "tgt": "b"}]', "comma or the list's end"),
         ('[{"src": "a", "tgt": "b"}', "cut off"),
         ("[1]", "a JSON int"),
+        ('[{"src": "a", "tgt": "b"}]\n\n[{"src": "a", "tgt": "b"}]', r":3: '\[.*' follows the list's end"),
+        ('[{"src": "a", "tgt": "b"}] x', r":1: 'x' follows the list's end"),
+        ('{"src": "a", "tgt": "b"}\n{"src": "moon\\ud83c", "tgt": "b"}', r":2: 'moon' is followed by '\\ud83c', half of"),
+        ('{"instruction": "a", "output": "b", "system": "\\udf1a"}', r":1: '' is followed by '\\udf1a', half of"),
         ('{"instruction": "a", "output": "b", "history": [["q"]]}', "'history' holds"),
         ('{"context": "a", "question": "b", "answers": 3}', "'answers' is 3"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "the roles are user"),
@@ -127,6 +131,11 @@ def test_a_bad_record_is_named(tmp_path, text, message):
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_conversations([file])
+
+
+def test_a_character_spelt_as_two_halves_is_whole(tmp_path):
+    (tmp_path / "train.json").write_text('{"src": "\\ud83c\\udf1a", "tgt": "b"}\n', encoding="utf-8")
+    assert read_conversations([tmp_path / "train.json"])[0].turns == (("\U0001f31a", "b"),)
 
 
 def test_split_files(tmp_path):
