@@ -60,7 +60,7 @@ class Template:
     def __init__(self, name: str, source: str):
         self.name, self.source = name, source
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+            trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise
         try:
@@ -86,8 +86,8 @@ class Template:
         if self.by_messages:
             return self._from_messages(turns, system, eos, bos)
         return [
-            _segments(
-                self._render(prompt=_mark(prompt), system=_mark(system) if not index else None, index=index)
+            self._checked(
+                self._render(prompt=_mark(prompt), system=_mark(system) if not index else None, index=index), prompt
             )
             for index, (prompt, _) in enumerate(turns)
         ]
@@ -105,16 +105,29 @@ class Template:
                 )
             after = text[len(done) :]
             after = after[len(eos) :] if done and eos and after.startswith(eos) else after
-            prompts.append(_segments(after.removeprefix(bos) if not done and bos else after))
-            done = text + _mark(response)
-            messages.append({"role": "assistant", "content": _mark(response)})
+            prompts.append(self._checked(after.removeprefix(bos) if not done and bos else after, prompt))
+            done = text + _mark(response, outside=True)
+            messages.append({"role": "assistant", "content": _mark(response, outside=True)})
         return prompts
+
+    def _checked(self, text: str, prompt: str) -> list[Segment]:
+        """The segments of a rendered text, in which all of the user's text stands between marks."""
+        segments = _segments(text)
+        if any(mark in segment.text for segment in segments for mark in (_OPEN, _CLOSE)):
+            raise ValueError(
+                f"template {self.name!r} cuts or splits the user's text; expected it whole, as in {{{{ prompt }}}}. How long "
+                "it may be is the business of src_length."
+            )
+        if prompt.strip() and not any(segment.from_user for segment in segments):
+            raise ValueError(f"template {self.name!r} leaves out the prompt of a turn; expected all of it, as in {{{{ prompt }}}}.")
+        return segments
 
     def _render(self, **variables) -> str:
         try:
             return self._template.render(**variables)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"template {self.name!r}: {error}") from None
+        except Exception as error:  # a template computes, and may fail in any way
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise ValueError(f"template {self.name!r}: {kind}{error}") from None
 
 
 def load_template(name: str | None = None, tokenizer_template: str | None = None) -> Template:
@@ -171,10 +184,17 @@ def encode_segments(
     return ids + (encode(run) if run else [])
 
 
-def _mark(text: str | None) -> str | None:
+def _mark(text: str | None, outside: bool = False) -> str | None:
+    """The text between marks; the space around it, which a template may trim, stays outside of them unless the marks go
+    `outside` of that too."""
     if not text:
         return text
-    return _OPEN + text.replace(_OPEN, "").replace(_CLOSE, "") + _CLOSE
+    text = text.replace(_OPEN, "").replace(_CLOSE, "")
+    inner = text if outside else text.strip()
+    if not inner:
+        return text
+    start = text.index(inner)
+    return f"{text[:start]}{_OPEN}{inner}{_CLOSE}{text[start + len(inner) :]}"
 
 
 def _segments(text: str) -> list[Segment]:

@@ -236,6 +236,48 @@ def test_template_file_and_sandbox(tmp_path):
         unsafe.prompts([("x", "")], None)
 
 
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{ prompt + 1 }}", "TypeError: can only concatenate"),
+        ("{{ prompt }}{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% include 'x' %}{{ prompt }}", "TypeError: no loader"),
+        ("{% for i in range(10 ** 9) %}{{ prompt }}{% endfor %}", "OverflowError"),
+        ("{{ prompt }}{{ raise_exception('only once') }}", "template 't': only once$"),
+        ("{{ prompt[:6] }}<|x|>", "cuts or splits the user's text"),
+        ("{{ prompt | truncate(8) }}<|x|>", "cuts or splits the user's text"),
+        ("{{ prompt.split(' ')[0] }}", "cuts or splits the user's text"),
+        ("{% if index %}{{ prompt }}{% endif %}x", "leaves out the prompt"),
+        ("{% for m in messages %}{{ m.content[:3] }}{% endfor %}", "cuts or splits"),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", "leaves out the prompt"),
+    ],
+)
+def test_templates_that_fail_or_lose_the_users_text_are_refused(source, message):
+    with pytest.raises(ValueError, match=message):
+        Template("t", source).prompts([("<|x|> one two three", "")], None)
+
+
+def test_a_messages_template_may_trim_and_break():
+    """What ours makes of it, beside jinja itself: text that a template trims is trimmed, responses are as they are."""
+    import jinja2
+
+    source = (
+        "{% for m in messages %}{% if loop.index > 9 %}{% break %}{% endif %}"
+        "<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [(" one\n", " two "), ("three  four ", "five")]
+    prompts = Template("t", source).prompts(turns, "  sys ", eos="</>")
+    texts = ["".join(segment.text for segment in prompt) for prompt in prompts]
+    messages = [{"role": "system", "content": "  sys "}]
+    for prompt, response in turns:
+        messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    whole = environment.from_string(source).render(messages=messages[:-1], add_generation_prompt=True)
+    assert texts[0] + "two</>" + texts[1] == whole
+    users = [[segment.text for segment in prompt if segment.from_user] for prompt in prompts]
+    assert users == [["sys", "one"], ["three  four"]]
+
+
 # ------------------------------------------------------------------------------------------------------
 # encoding
 
