@@ -122,9 +122,9 @@ class Encoder:
 
     def prompt_ids(self, conversation: Conversation) -> tuple[list[int], str]:
         """Ids of everything before the last response, and that response's text: what generation gets and
-        should give. Fitted to max_length - tgt_length by leaving out old turns, then the middle of the
-        prompt."""
-        turns = self._turns(conversation)
+        should give. Each turn is cut as in training, then all of it is fitted to max_length - tgt_length by leaving out
+        old turns, then the middle of the prompt."""
+        turns = [self._cut(prompt, response) for prompt, response in self._turns(conversation)]
         room = max(1, self.limits.max_length - self.limits.tgt_length)
         while len(turns) > 1 and sum(len(p) + len(r) for p, r in turns) - len(turns[-1][1]) > room:
             turns = self._without_oldest(turns)

@@ -363,6 +363,11 @@ def test_prompt_for_generation_is_what_training_saw():
     assert make(talk)["labels"][len(ids) - 1] == words_to_ids("e")[0]
     short, _ = encoder(src_length=5, max_length=8).prompt_ids(conversation(("abcdefgh", "x")))
     assert ids_to_words(short) == "<s>abgh"
+    make = encoder(src_length=5, tgt_length=3, max_length=30)  # room for more than one prompt may have
+    long = conversation(("abcdefgh", "stuv"), ("ijklmnop", "w"))
+    ids, answer = make.prompt_ids(long)
+    assert ids_to_words(ids) == "<s>abghst</s>ijkop" and answer == "w"
+    assert ids == make(long)["input_ids"][: len(ids)]
 
 
 # -------------------------------------------------------------------------------------------------------
