@@ -164,6 +164,47 @@ def test_packed_training_equals_unpacked(place, tmp_path):
     assert losses(tmp_path / "packed") == pytest.approx(losses(tmp_path / "alone"), abs=2e-5)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_the_best_model_is_what_stays_though_it_is_not_the_last(name, place, tmp_path, monkeypatch):
+    """The evaluation of the first epoch is made the best one: its weights are saved, measured, and kept as a checkpoint."""
+    from ernie35se.training import finetune_arguments
+
+    monkeypatch.setitem(finetune_arguments.METRICS, "loss", True)  # the higher the better
+    rate = {"dislora": 0.003, "prefix": 0.1}.get(name, 0.01)
+    best = dict(load_best_model_at_end=1, metric_for_best_model="loss", save_total_limit=1, learning_rate=rate)
+    assert run(place, tmp_path, **METHODS[name], **best) == 0
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    first, last = (record["eval_loss"] for record in state["log_history"] if "eval_loss" in record)
+    assert first > last + 1e-3
+    assert results(tmp_path)["eval_loss"] == pytest.approx(first, rel=1e-6)
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-6"}
+    if METHODS[name] and name != "neftune":
+        weights = next(tmp_path.glob("*_model_state.safetensors")).name
+        saved, of_first, of_last = (load_file(tmp_path / part / weights) for part in ("", "checkpoint-3", "checkpoint-6"))
+        assert all(np.array_equal(value, of_first[key]) for key, value in saved.items())
+        assert not all(np.array_equal(value, of_last[key]) for key, value in saved.items())
+
+
+def test_lora_plus_and_weight_decay_reach_the_runs_optimizer(place, tmp_path):
+    """AdamW's first step: every entry moves by its rate, and loses rate x decay of itself. B learns 16 times as fast."""
+    from ernie35se.training.finetune_arguments import parse_finetune_arguments
+
+    assert run(place, tmp_path / "first", lora=1, lora_plus_scale=16) == 0
+    rate, decay = 1e-3, 0.1
+    changes = dict(lora=1, lora_path=tmp_path / "first", learning_rate=rate, lr_decay_ratio=1, weight_decay=decay, max_steps=1)
+    words = words_of(settings(place / "base", place / "data", tmp_path / "out", **changes))
+    trainer = run_finetune.prepare(*parse_finetune_arguments(words))
+    before = {name: p.numpy().astype("float64") for name, p in trainer.model.named_parameters() if not p.stop_gradient}
+    trainer.train()
+    after = {name: p.numpy() for name, p in trainer.model.named_parameters() if name in before}
+    assert {name.rpartition(".")[2] for name in before} == {"lora_A", "lora_B"}
+    for name, start in before.items():
+        own = rate * (16 if name.endswith("lora_B") else 1)
+        step = np.abs(after[name] - start * (1 - own * decay))
+        assert np.median(step) == pytest.approx(own, rel=1e-2), name
+        assert np.abs(start * own * decay).max() > 10 * abs(np.median(step) - own), name  # the decay is seen in that
+
+
 @pytest.mark.parametrize("name", ["lora", "pissa", "qlora", "vera", "lokr", "dislora", "reft", "tare", "prefix"])
 def test_an_adapter_continues_from_a_saved_one(name, place, tmp_path):
     """It measures what the run that saved it measured, and learns on from there."""
@@ -777,6 +818,31 @@ def test_every_method_learns_on_qwen_and_loads_again(name, qwen, place, tmp_path
         name != "reft"
     ):  # which edits the prompt's last token, and token 3 is none when it comes after the prompt
         np.testing.assert_allclose(last[:, -1].numpy(), logits[:, -1].numpy(), atol=1e-5)
+
+
+def test_what_qwens_users_write_is_text(qwen, place, tmp_path, capsys):
+    """Its special tokens, spelt by a user or in an answer, are characters; those of the template are tokens. An empty prompt
+    without a BOS trains and generates."""
+    from ernie35se.data.records import Conversation
+    from ernie35se.training import finetune_build
+    from ernie35se.training.finetune_arguments import parse_finetune_arguments
+
+    words = words_of(settings(qwen, place / "data", tmp_path, src_length=60, max_length=120, template="chatml"))
+    model_args, data_args, _ = parse_finetune_arguments(words)
+    tokenizer = finetune_build.load_tokenizer(model_args)
+    encode = finetune_build.make_encoder(tokenizer, data_args)
+    start, end, stop = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("im_start", "im_end", "endoftext"))
+    written = "<|im_start|> two <|im_end|> <|endoftext|>"
+    made = encode(Conversation(((written, written),), None, "here:1"))
+    tokens = [*made["input_ids"], made["labels"][-1]]
+    assert [tokens.count(token) for token in (start, end, stop)] == [2, 2, 0] and made["labels"][-1] == end
+    assert tokenizer.decode(tokens).count("<|endoftext|>") == 2 and tokenizer.decode(tokens).count("<|im_end|>") == 4
+
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.json").write_text('{"src": "", "tgt": "one two"}\n' * 4)
+    changes = dict(src_length=60, max_length=120, max_steps=1, eval_with_do_generation=1, tgt_length=5, lora=1)
+    assert run_finetune.main(words_of(settings(qwen, tmp_path, tmp_path / "out", **changes))) == 0
+    assert len((tmp_path / "out" / "generated-1.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("name", ["lora", "prefix"])

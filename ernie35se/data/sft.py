@@ -79,7 +79,8 @@ class Encoder:
         encode: plain text -> ids; knows no special tokens.
         template: what stands around the user's text.
         special_ids: spelling -> id of the tokens that the template may spell.
-        eos_id: ends every response. bos_id: starts every sample; None for tokenizers without one.
+        eos_id: ends every response. bos_id: starts every sample; None for tokenizers without one, where an empty prompt
+            becomes an EOS.
         eos, bos: their spellings, for templates that write them.
 
     Attributes:
@@ -143,6 +144,7 @@ class Encoder:
         first, response = turns[0]
         if self.bos_id is not None and first[:1] != [self.bos_id]:
             first = [self.bos_id, *first]
+        first = first or [self.eos_id]  # there must be something that the first response follows
         return [(first, response), *turns[1:]]
 
     def _without_oldest(self, turns):

@@ -291,6 +291,18 @@ def test_labels_are_the_next_tokens_of_responses_alone():
     assert made["lengths"] == [len(tokens) - 1]
 
 
+def test_an_empty_prompt_is_one_token():
+    """BOS, or EOS where there is none: all of the response is learnt, and generation has something to begin with."""
+    for bos, first in ((BOS, BOS), (None, EOS)):
+        make = Encoder(words_to_ids, load_template(), EOS, bos)
+        for talk in (conversation(("", "ab")), conversation(("", "x"), ("", "ab"))):
+            *earlier, (_, _) = talk.turns
+            tokens = [first, *(token for _, r in earlier for token in [*words_to_ids(r), EOS])]
+            made = make(talk)
+            assert made["input_ids"] == [*tokens, *words_to_ids("ab")] and made["labels"][-3:] == [*words_to_ids("ab"), EOS]
+            assert IGNORED not in made["labels"] and make.prompt_ids(talk)[0] == tokens
+
+
 def test_prompt_and_response_are_tokenised_apart():
     seen = []
     Encoder(lambda text: seen.append(text) or [9], load_template(), EOS)(conversation(("in", "formation")))
