@@ -586,6 +586,23 @@ def test_a_base_of_another_size_is_not_resumed(name, message, place, tmp_path, c
     assert losses(tmp_path / "out") == kept
 
 
+def test_adapters_are_not_resumed_on_other_weights(place, tmp_path, capsys):
+    """The base of the same path and sizes was trained anew meanwhile."""
+    from ernie35se.modeling import Ernie35ForCausalLM
+
+    shutil.copytree(place / "base", tmp_path / "base")
+    changes = {"lora": 1, "model_name_or_path": tmp_path / "base", "evaluation_strategy": "no", "do_eval": 0}
+    assert run(place, tmp_path / "out", **changes, max_steps=2) == 0
+    model = Ernie35ForCausalLM.from_pretrained(str(tmp_path / "base"))
+    for parameter in model.parameters():
+        parameter.set_value(parameter * 1.01)
+    model.save_pretrained(str(tmp_path / "base"))
+    assert run(place, tmp_path / "out", **changes, max_steps=3) == 2
+    error = capsys.readouterr().err
+    assert "checkpoint-2: the adapter was trained on other weights than these (9 of 9" in error and "Traceback" not in error
+    assert "--overwrite_output_dir" in error and sorted(losses(tmp_path / "out")) == [1, 2]
+
+
 def test_a_qwen_of_another_size_is_not_resumed(qwen, place, tmp_path, capsys):
     changes = dict(src_length=60, max_length=120, evaluation_strategy="no", do_eval=0)
     words = words_of(settings(qwen, place / "data", tmp_path / "out", **changes))

@@ -26,11 +26,12 @@ from typing import Callable, Iterator, NamedTuple, Union
 import numpy as np
 import paddle
 from paddle import nn
+from paddlenlp.utils.log import logger
 from safetensors.numpy import load_file, save_file
 
 from .. import conversion, parallel
 from ..weight_files import warn_pickled
-from . import lora, prefix, reft
+from . import base_weights, lora, prefix, reft
 from .base import Adapter, AdapterConfig, AdapterLinear, insert, reading, refuse_parallel, replace_layer
 from .dislora import DisLoRAConfig, DisLoRALinear
 from .lokr import LoKrConfig, LoKrLinear
@@ -99,7 +100,7 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
             "model."
         )
     refuse_parallel(model, config.name(), config.splits)
-    method = METHODS[config.method]
+    method, base_samples = METHODS[config.method], base_weights.sample_model(model)
     if method.wrap is not None:
         method.wrap(model, config, start)
     else:
@@ -108,7 +109,7 @@ def wrap(model: nn.Layer, config: AdapterConfig, start: bool = True) -> nn.Layer
     for parameter in model.parameters():
         if id(parameter) not in own:
             parameter.stop_gradient = True
-    model.adapter_config = config
+    model.adapter_config, model.base_samples = config, base_samples
     if start:
         _change_bases(model, -1)
     _let_gradients_through(model)
@@ -201,17 +202,17 @@ def save(model: nn.Layer, folder: Union[str, Path], state: dict[str, np.ndarray]
     folder, config = Path(folder), model.adapter_config
     folder.mkdir(parents=True, exist_ok=True)
     state = whole_state(model) if state is None else state
-    weights = folder / f"{config.method}_model_state.safetensors"
+    weights, _ = _weight_files(folder, config.method)
     beside = weights.with_name(f".tmp-{weights.name}")
-    save_file(
-        {name: np.ascontiguousarray(value) for name, value in state.items()}, str(beside), {"format": "np"}
-    )
+    metadata = {"format": "np", **base_weights.metadata_of(model)}
+    save_file({name: np.ascontiguousarray(value) for name, value in state.items()}, str(beside), metadata)
     os.replace(beside, weights)
     config.save(folder)
 
 
 def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
-    """Put the adapters of a folder into a plain model. Their parameters can be trained on.
+    """Put the adapters of a folder into a plain model. Their parameters can be trained on. Says so where they were trained
+    on other weights.
 
     Raises:
         ValueError: no adapters there, or such as do not fit this model.
@@ -222,6 +223,8 @@ def load(model: nn.Layer, folder: Union[str, Path]) -> nn.Layer:
         raise ValueError(f"{folder}: holds no adapter; expected one of {names}.")
     wrap(model, METHODS[method].config.load(folder), start=False)
     _set_state(model, _my_pieces(model, read_state(Path(folder), method)))
+    if found := _other_base(model, folder):
+        logger.warning(f"{folder}: {found}")
     _change_bases(model, -1)
     return model
 
@@ -241,13 +244,25 @@ def load_state(model: nn.Layer, folder: Union[str, Path]) -> None:
 
 
 def check_fits(model: nn.Layer, folder: Union[str, Path]) -> None:
-    """ValueError unless the adapters saved in a folder are such as this wrapped model has."""
+    """ValueError unless the adapters saved in a folder are such as this wrapped model has, on the same weights."""
     _check_state(model, _my_pieces(model, read_state(Path(folder), model.adapter_config.method)))
+    if found := _other_base(model, folder):
+        raise ValueError(found)
+
+
+def _other_base(model, folder: Union[str, Path]) -> str | None:
+    safe, _ = _weight_files(Path(folder), model.adapter_config.method)
+    return base_weights.difference(base_weights.saved_samples(safe), model.base_samples)
+
+
+def _weight_files(folder: Path, method: str) -> tuple[Path, Path]:
+    """As we write them, and as PaddleNLP does."""
+    return folder / f"{method}_model_state.safetensors", folder / f"{method}_model_state.pdparams"
 
 
 def read_state(folder: Path, method: str) -> dict[str, np.ndarray]:
     """Name -> array of the adapters saved in a folder. Raises ValueError where there are none."""
-    safe, pickled = (folder / f"{method}_model_state{suffix}" for suffix in (".safetensors", ".pdparams"))
+    safe, pickled = _weight_files(folder, method)
     if safe.is_file():
         with reading(safe):
             return load_file(str(safe))

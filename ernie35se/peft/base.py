@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -67,11 +68,11 @@ class AdapterConfig:
         return f"{cls.method}_config.json"
 
     def save(self, folder: Union[str, Path]) -> None:
-        """Write `<method>_config.json`."""
+        """Write `<method>_config.json`; it arrives whole, by a rename."""
         path = Path(folder) / self.file_name()
-        path.write_text(
-            json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )
+        beside = path.with_name(f".tmp-{path.name}")
+        beside.write_text(json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(beside, path)
 
     @classmethod
     def load(cls, folder: Union[str, Path]) -> AdapterConfig:
@@ -99,6 +100,18 @@ class AdapterConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{self.method}: {name} = {value!r}: expected a whole number of at least 1.")
+
+
+    def require_number(self, *names: str, positive: bool = False, below: float = math.inf) -> None:
+        """Raise a ValueError for the first of these settings that is no finite number of at least 0 (`positive`: above 0)
+        and below the bound."""
+        bounds = "above 0" if positive else "at least 0"
+        bounds += f" and below {below:g}" if below < math.inf else ""
+        for name in names:
+            value = getattr(self, name)
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not fits or not 0 <= value < below or (positive and value == 0):
+                raise ValueError(f"{self.method}: {name} = {value!r}: expected a finite number {bounds}.")
 
 
 class Adapter(nn.Layer):
@@ -253,7 +266,7 @@ def top_singular(weight: paddle.Tensor, rank: int, name: str) -> tuple[np.ndarra
 # targets
 
 
-def find_targets(model: nn.Layer, patterns: Union[str, list, None], kind: type = nn.Layer) -> list[str]:
+def find_targets(model: nn.Layer, patterns: Union[str, list, None]) -> list[str]:
     """Names of the linear layers that the patterns match, in the model's order.
 
     Raises:

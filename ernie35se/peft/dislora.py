@@ -45,10 +45,9 @@ class DisLoRAConfig(AdapterConfig):
         self.require_positive("r", "dash_flag", "s_tsd")
         if self.s_tsd > self.r:
             raise ValueError(f"dislora: s_tsd = {self.s_tsd}: expected at most the rank, {self.r}.")
-        if not 0 <= self.dislora_dropout < 1:
-            raise ValueError(
-                f"dislora: dislora_dropout = {self.dislora_dropout}: expected a value from 0 to below 1."
-            )
+        self.require_number("dislora_alpha", positive=True)
+        self.require_number("dislora_dropout", below=1)
+        self.require_number("ortho_lambda")
 
     @property
     def scaling(self) -> float:

@@ -35,6 +35,7 @@ class LoKrConfig(AdapterConfig):
     def __post_init__(self):
         self.require_positive("lokr_dim")
         self.lokr_alpha = self.lokr_alpha or self.lokr_dim
+        self.require_number("lokr_alpha", positive=True)
         if self.factor != -1:
             self.require_positive("factor")
 

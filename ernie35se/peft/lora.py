@@ -65,10 +65,8 @@ class LoRAConfig(AdapterConfig):
         self.require_positive("r", "mixer_num")
         if self.lora_alpha is None:
             self.lora_alpha = 4 if self.rslora else 2 * self.r
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora: lora_dropout = {self.lora_dropout}: expected a value from 0 to below 1.")
-        if self.lora_plus_scale <= 0:
-            raise ValueError(f"lora: lora_plus_scale = {self.lora_plus_scale}: expected a value above 0.")
+        self.require_number("lora_alpha", "lora_plus_scale", positive=True)
+        self.require_number("lora_dropout", below=1)
         if self.mixer_num > 1 and not self.lora_use_mixer:
             raise ValueError(f"lora: mixer_num = {self.mixer_num} needs lora_use_mixer.")
         shapes = [name for name in ("pissa", "use_mora", "lora_use_mixer") if getattr(self, name)]

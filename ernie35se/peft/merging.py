@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.paddle import load_file, save_file
 
 from ..weight_files import warn_pickled
-from . import METHODS, lora, read_state, saved_method
+from . import METHODS, base_weights, lora, read_state, saved_method
 from . import load as load_adapter
 from .base import DEFAULT_TARGETS, reading
 
@@ -52,7 +52,7 @@ def merge_files(
         safe: safetensors instead of pickled files.
 
     Returns:
-        How many weights changed.
+        How many weights changed. Where the adapter was trained on other weights, that is said.
 
     Raises:
         ValueError: folders that do not hold what they should, or do not belong together.
@@ -72,7 +72,8 @@ def merge_files(
             f"{output}: exists already; name a new folder, so that nothing of another model stays in it."
         )
     shards = weight_shards(base)
-    merger = _Merger(config, read_state(adapter, method))
+    state = read_state(adapter, method)
+    merger = _Merger(config, state, base_weights.saved_samples(adapter / f"{method}_model_state.safetensors"))
     staging = output.with_name(f".tmp-{output.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -91,6 +92,8 @@ def merge_files(
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             name = f"{SAFE if safe else PICKLED}.index.json"
             (staging / name).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if found := base_weights.difference(merger.expected, merger.seen):
+            logger.warning(f"{base}: {found} What is written is a model that nobody trained.")
         _copy_rest(base, adapter, staging, method)
         if output.exists():
             output.rmdir()
@@ -104,8 +107,9 @@ def merge_files(
 class _Merger:
     """Weights by name -> weights with the adapter's effect."""
 
-    def __init__(self, config, state: dict[str, np.ndarray]):
+    def __init__(self, config, state: dict[str, np.ndarray], samples: base_weights.Samples | None = None):
         self.config, self.make = config, METHODS[config.method].layer
+        self.expected, self.seen = samples or {}, {}
         self.layers: dict[str, dict[str, np.ndarray]] = {}
         for name, value in state.items():
             layer, _, own = name.rpartition(".")
@@ -114,6 +118,8 @@ class _Merger:
         self.changed = 0
 
     def __call__(self, name: str, value: paddle.Tensor) -> paddle.Tensor:
+        if name in self.expected and value.ndim == 2:
+            self.seen[name] = base_weights.sample(value)
         layer = name.removesuffix(".weight")
         quantised = getattr(self.config, "weight_quantize_algo", None) and re.fullmatch(
             DEFAULT_TARGETS[0], layer

@@ -19,8 +19,8 @@ def add_noise(model, alpha: float = 5.0):
     Raises:
         ValueError: an alpha that is not above 0.
     """
-    if not alpha > 0:
-        raise ValueError(f"neftune_noise_alpha = {alpha}: expected a value above 0.")
+    if not 0 < alpha < math.inf:
+        raise ValueError(f"neftune_noise_alpha = {alpha}: expected a finite number above 0.")
     notes = BatchNotes(model)
 
     def after(layer, inputs, embedded):  # (B, T, C)
@@ -32,8 +32,3 @@ def add_noise(model, alpha: float = 5.0):
         return embedded + noise.astype(embedded.dtype)
 
     return model.get_input_embeddings().register_forward_post_hook(after)
-
-
-def largest_noise(alpha: float, length: int, width: int) -> float:
-    """The bound of the noise for a row of `length` real tokens."""
-    return alpha / math.sqrt(length * width)

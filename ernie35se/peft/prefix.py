@@ -43,10 +43,7 @@ class PrefixConfig(AdapterConfig):
         self.require_positive("num_prefix_tokens")
         if self.prefix_projection_hidden_size is not None:
             self.require_positive("prefix_projection_hidden_size")
-        if not 0 <= self.prefix_dropout < 1:
-            raise ValueError(
-                f"prefix: prefix_dropout = {self.prefix_dropout}: expected a value from 0 to below 1."
-            )
+        self.require_number("prefix_dropout", below=1)
 
     def name(self) -> str:
         return "Prefix"

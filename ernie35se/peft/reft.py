@@ -52,8 +52,7 @@ class ReFTConfig(AdapterConfig):
             )
         if self.act_fn not in ACTIVATIONS:
             raise ValueError(f"reft: act_fn = {self.act_fn!r}: expected one of {', '.join(ACTIVATIONS)}.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"reft: dropout = {self.dropout}: expected a value from 0 to below 1.")
+        self.require_number("dropout", below=1)
         self.first_and_last()
 
     def first_and_last(self) -> tuple[int, int]:
@@ -154,6 +153,10 @@ def wrap(model, config: ReFTConfig, start: bool = True) -> None:
         config.intervention_type
     ]
     width, dtype = model.config.hidden_size, next(iter(model.parameters())).dtype
+    if config.rank > width and kind is LoreftIntervention:
+        raise ValueError(
+            f"reft: rank = {config.rank}: hidden states have {width} dimensions, so at most {width} directions are orthonormal."
+        )
     model.reft = nn.LayerDict({str(n): kind(f"reft.{n}", width, config, dtype) for n in numbers})
     notes, (first, last) = BatchNotes(model), config.first_and_last()
 

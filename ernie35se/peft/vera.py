@@ -33,8 +33,8 @@ class VeRAConfig(AdapterConfig):
     def __post_init__(self):
         self.require_positive("r")
         self.vera_alpha = self.r if self.vera_alpha is None else self.vera_alpha
-        if not 0 <= self.vera_dropout < 1:
-            raise ValueError(f"vera: vera_dropout = {self.vera_dropout}: expected a value from 0 to below 1.")
+        self.require_number("vera_alpha", positive=True)
+        self.require_number("vera_dropout", below=1)
         if self.pissa_init and self.vera_alpha != self.r:
             raise ValueError(
                 f"vera: pissa_init needs the scale 1, vera_alpha = r = {self.r}; leave vera_alpha out."

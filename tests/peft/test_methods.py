@@ -393,6 +393,19 @@ def test_reads_what_paddlenlp_wrote(tmp_path):
         (LoRAConfig, {"rslora": True, "pissa": True}, "pissa has no scale"),
         (LoRAConfig, {"mixer_num": 2}, "needs lora_use_mixer"),
         (LoRAConfig, {"lora_dropout": 1.0}, "lora_dropout = 1.0"),
+        (LoRAConfig, {"lora_alpha": 0}, "lora_alpha = 0: expected a finite number above 0"),
+        (LoRAConfig, {"lora_alpha": -2.0}, "lora_alpha = -2.0"),
+        (LoRAConfig, {"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        (LoRAConfig, {"lora_alpha": "16"}, "lora_alpha = '16'"),
+        (LoRAConfig, {"lora_plus_scale": float("inf")}, "lora_plus_scale = inf"),
+        (VeRAConfig, {"vera_alpha": 0}, "vera_alpha = 0"),
+        (VeRAConfig, {"vera_dropout": 1}, "vera_dropout = 1: expected a finite number at least 0 and below 1"),
+        (LoKrConfig, {"lokr_alpha": -1.0}, "lokr_alpha = -1.0"),
+        (DisLoRAConfig, {"dislora_alpha": 0}, "dislora_alpha = 0"),
+        (DisLoRAConfig, {"dislora_dropout": -0.1}, "dislora_dropout = -0.1"),
+        (DisLoRAConfig, {"ortho_lambda": float("nan")}, "ortho_lambda = nan: expected a finite number at least 0"),
+        (ReFTConfig, {"dropout": 1.0}, "dropout = 1.0"),
+        (PrefixConfig, {"prefix_dropout": float("nan")}, "prefix_dropout = nan"),
         (LoRAConfig, {"use_mora": True, "lora_plus_scale": 2.0}, "no matrix B"),
         (LoRAConfig, {"weight_quantize_algo": "int3"}, "expected one of nf4, fp4"),
         (LoRAConfig, {"weight_quantize_algo": "nf4", "weight_blocksize": 63}, "weight_blocksize = 63"),
@@ -420,6 +433,9 @@ def test_default_settings():
     assert LoKrConfig().scaling == 1.0 and DisLoRAConfig().scaling == 1.5
     with pytest.raises(ValueError, match="rank 25, but the weight"):
         peft.wrap(build_model(tiny_config()), LoRAConfig(r=25, pissa=True))
+    with pytest.raises(ValueError, match="reft: rank = 25: hidden states have 24 dimensions"):
+        peft.wrap(build_model(tiny_config()), ReFTConfig(rank=25))
+    peft.wrap(build_model(tiny_config()), ReFTConfig(rank=25, intervention_type="TinyIntervention"))
 
 
 def test_lora_plus_reaches_the_optimizer():

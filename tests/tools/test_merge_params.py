@@ -171,6 +171,21 @@ def test_damaged_files_are_named_and_leave_nothing(safe, base, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"base", "lora"}
 
 
+@pytest.mark.parametrize("name", ["lora", "pissa", "qlora", "vera", "lokr", "dislora"])
+def test_merging_twice_or_into_another_base_is_said(name, base, tmp_path, monkeypatch):
+    from ernie35se.peft import merging
+
+    said = []
+    monkeypatch.setattr(merging.logger, "warning", said.append)
+    method = ADAPTERS[name].method
+    write_adapter(base, tmp_path / "adapter", ADAPTERS[name])
+    merge(base, tmp_path / "adapter", tmp_path / "once", "--check", "False", method=method)
+    assert not [line for line in said if "other weights" in line]
+    merge(tmp_path / "once", tmp_path / "adapter", tmp_path / "twice", "--check", "False", method=method)
+    (line,) = [line for line in said if "other weights" in line]
+    assert line.startswith(f"{tmp_path / 'once'}: the adapter was trained on other weights than these (")
+
+
 def test_mistakes(base, tmp_path):
     write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
     write_adapter(base, tmp_path / "tare", TareConfig())
