@@ -53,6 +53,21 @@ def test_every_settings_file_is_named():
     assert stems <= set(re.findall(r"^\| `(\w+)` \|", text(), re.MULTILINE))
 
 
+def test_the_table_of_costs_is_that_of_the_settings_files():
+    """What trains and the GB are counted again, for the small and the 3B model; what was measured is there."""
+    import measure_methods
+
+    section = text()[text().index("### What each costs") : text().index("### What each can do")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| `.*$", section, re.MULTILINE)]
+    files = {path.stem: path for path in (ROOT / "configs" / "finetune").glob("*.json")}
+    assert {row[0].strip("`") for row in rows} == set(files) - set(measure_methods.SKIPPED)
+    for name, trains, seconds, mib, large, gigabytes in rows:
+        file = files[name.strip("`")]
+        counted = [measure_methods.count_large(file, model) for model in ("ernie/tiny-random-ernie", "baidu/ernie-3.5-se-3b")]
+        assert [trains, large] == [f"{made['trained']:,}" for made in counted], name
+        assert gigabytes == f"{counted[1]['gb']:.1f}" and float(seconds) > 0 and int(mib.replace(",", "")) > 0
+
+
 def test_the_records_of_the_page_are_read(tmp_path):
     from ernie35se.data.records import read_conversations
 

@@ -29,11 +29,13 @@ def sample(weight: paddle.Tensor) -> List[float]:
 
 
 def sample_model(model: nn.Layer) -> Optional[Samples]:
-    """Of every linear layer of a plain model; None where it is cut over devices."""
+    """Of every linear layer of a plain model; None where it is cut over devices, or has shapes but no weights yet."""
     if (getattr(model.config, "tensor_parallel_degree", 1) or 1) > 1:
         return None
-    linear = {name: layer for name, layer in model.named_sublayers() if is_linear(layer)}
-    return {f"{name}.weight": sample(layer.weight) for name, layer in linear.items()}
+    weights = {f"{name}.weight": layer.weight for name, layer in model.named_sublayers() if is_linear(layer)}
+    if not all(weight._is_initialized() for weight in weights.values()):
+        return None
+    return {name: sample(weight) for name, weight in weights.items()}
 
 
 def metadata_of(model: nn.Layer) -> Dict[str, str]:
