@@ -85,10 +85,10 @@ def prepare(model_args, data_args, training_args):
         describe(model_args, data_args, training_args)
         print(finetune_build.describe_run(model_args, training_args, config, splits))
         return None
-    model = finetune_build.build_model(model_args, training_args, config)
-    finetune_build.check_same_adapters(training_args, model)
     train, dev = splits.get("train"), splits.get("dev")
     generates = data_args.eval_with_do_generation and dev is not None
+    model = finetune_build.build_model(model_args, training_args, config, data_args.zero_padding, generates)
+    finetune_build.check_same_adapters(training_args, model)
     if generates and data_args.zero_padding:
         print("Evaluation with generation is never packed: each prompt is a row of its own.")
     return FinetuneTrainer(

@@ -868,3 +868,66 @@ def test_recompute_on_qwen_changes_no_loss(name, qwen, place, tmp_path):
         changes = dict(src_length=60, max_length=120, max_steps=3, recompute=recompute, **METHODS[name])
         assert run_finetune.main(words_of(settings(qwen, place / "data", tmp_path / output, **changes))) == 0
     assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), abs=1e-5)
+
+
+SIZES = dict(vocab_size=96, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128)
+OTHERS = {
+    "Llama": {**SIZES, "num_key_value_heads": 2},
+    "Gemma": {**SIZES, "num_key_value_heads": 2, "head_dim": 6},
+    "Mistral": {**SIZES, "num_key_value_heads": 2},
+    "GPT": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "OPT": {**SIZES, "word_embed_proj_dim": 24, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "Bloom": {"vocab_size": 96, "hidden_size": 24, "n_layer": 2, "n_head": 4},
+    "CodeGen": {"vocab_size": 96, "n_embd": 24, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128, "n_ctx": 128},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_paddlenlp_has(name, place, tmp_path, capsys):
+    """Their losses are ours, whatever their own do with labels (GPT's refuses -100, CodeGen's shifts once more); methods learn;
+    what one cannot do is refused."""
+    import paddlenlp.transformers as theirs
+    from finetune_run import write_tokenizer
+
+    write_tokenizer(tmp_path / "model")
+    paddle.seed(0)
+    model = getattr(theirs, f"{name}ForCausalLM")(getattr(theirs, f"{name}Config")(**OTHERS[name]))
+    for weight in model.parameters():  # Bloom starts all of them at zero
+        if weight.ndim == 2 and not weight.any():
+            weight.set_value(paddle.randn(weight.shape) * 0.1)
+    model.save_pretrained(str(tmp_path / "model"))
+
+    def run_it(output, **changes):
+        words = words_of(settings(tmp_path / "model", place / "data", tmp_path / output, **changes))
+        return run_finetune.main(words)
+
+    _, samples = encoded(place, "dev")
+    model.eval()
+    each = []
+    for sample in samples:
+        log_p, labels = log_probabilities(model, sample)
+        each += [-row[label] for row, label in zip(log_p, labels) if label != -100]
+    only = dict(do_train=False, evaluation_strategy="no")
+    assert run_it("plain", **only) == 0
+    assert results(tmp_path / "plain")["eval_loss"] == pytest.approx(np.mean(each), rel=1e-5)
+    for method in ("sft", "lora", "qlora", "reft", "tare"):
+        assert run_it(method, **METHODS[method], num_train_epochs=4, per_device_train_batch_size=12, gradient_accumulation_steps=1) == 0
+        found = losses(tmp_path / method)
+        assert found[4] < found[1] - 0.005, method
+    capsys.readouterr()
+    status = run_it("prefix", **METHODS["prefix"], max_steps=1)
+    assert status == (0 if name in ("Llama", "Gemma") else 2)
+    error = capsys.readouterr().err
+    assert ("error: prefix: " in error and "choose another method" in error and "Traceback" not in error) == (status == 2)
+    status = run_it("packed", zero_padding=1, max_steps=1)
+    assert (status == 2) == ("Set zero_padding false" in capsys.readouterr().err) == (name in ("OPT", "CodeGen"))
+    status = run_it("generated", eval_with_do_generation=1, tgt_length=3, **only)
+    assert (status == 2) == ("eval_with_do_generation" in capsys.readouterr().err) == (name in ("OPT", "CodeGen", "Bloom"))
+
+
+def test_label_smoothing_leaves_reft_at_the_prompt(place, tmp_path):
+    """As good as none: the first step's loss is that without, though the model computes its scores without labels."""
+    for output, smoothing in (("off", 0), ("on", 1e-7)):
+        changes = {**METHODS["reft"], "label_smoothing": smoothing, "max_steps": 2, "evaluation_strategy": "no", "do_eval": 0}
+        assert run(place, tmp_path / output, **changes) == 0
+    assert losses(tmp_path / "on") == pytest.approx(losses(tmp_path / "off"), abs=1e-5)

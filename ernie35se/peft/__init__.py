@@ -40,11 +40,12 @@ from .neftune import add_noise
 from .prefix import PrefixConfig
 from .reft import ReFTConfig
 from .tare import TareConfig, TareLinear
+from .tokens import tell_labels
 from .vera import VeRAConfig, VeRALinear
 
 __all__ = [
     "METHODS", "wrap", "save", "load", "load_state", "check_fits", "merge", "merged", "is_wrapped", "trainable_share",
-    "extra_loss", "after_step", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig",
+    "extra_loss", "after_step", "tell_labels", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig",
     "LoRAConfig", "VeRAConfig", "LoKrConfig", "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
 ]  # fmt: skip
 

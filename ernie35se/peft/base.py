@@ -27,7 +27,11 @@ from paddle import nn
 
 from .. import parallel
 
-DEFAULT_TARGETS = [r".*\.([qkvo]_proj|(gate|up|down)_proj|qkv_gate_up_proj|qkv_proj|gate_up_fused_proj)"]
+# Ernie35's, and what the models of PaddleNLP call the linear layers of their blocks.
+DEFAULT_TARGETS = [
+    r".*\.([qkvo]_proj|(gate|up|down)_proj|qkv_gate_up_proj|qkv_proj|gate_up_fused_proj|query_key_value|"
+    r"dense|dense_h_to_4h|dense_4h_to_h|out_proj|linear[12]|fc_(in|out)|c_attn|c_proj|w[12])"
+]
 # In files that PaddleNLP wrote, and of no meaning here unless they ask for something.
 _PADDLENLP_KEYS = {
     "scaling", "dtype", "tensor_parallel_degree", "head_dim", "do_qat", "merge_weights", "merge_weight",
@@ -324,12 +328,13 @@ def get_layer(model: nn.Layer, name: str) -> nn.Layer:
 
 
 def blocks_of(model: nn.Layer) -> list[nn.Layer]:
-    """The transformer blocks: the longest list of layers that the trunk holds.
+    """The transformer blocks: the longest list of layers that is in no other (as the experts of a block are).
 
     Raises:
         ValueError: a model without one.
     """
-    lists = [layer for _, layer in model.named_sublayers() if isinstance(layer, nn.LayerList)]
+    lists = {name: layer for name, layer in model.named_sublayers() if isinstance(layer, nn.LayerList)}
+    lists = [layer for name, layer in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
     if not lists:
         raise ValueError(f"{type(model).__name__} holds no list of blocks; this method needs one.")
     return list(max(lists, key=len))

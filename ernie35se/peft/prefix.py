@@ -24,6 +24,7 @@ from ..modeling import FusedBlock, HeadBlock, TailBlock
 from .base import Adapter, AdapterConfig, blocks_of, normal
 
 DEVIATION = 0.02  # of the learnt values at the start
+HEADS_FIRST = ("MistralAttention", "YuanAttention")  # in paddlenlp 3.0.0b4: keys of (B, H, T, D), not (B, T, H, D)
 
 
 @dataclass
@@ -97,9 +98,9 @@ def wrap(model, config: PrefixConfig, start: bool = True) -> None:
     """Add the encoder, as `model.prefix_encoder`, and hook it to the attention layers; see the package's
     `wrap`."""
     settings = model.config
+    attentions = [_attention_of(block) for block in blocks_of(model) if not isinstance(block, TailBlock)]
     heads = getattr(settings, "num_key_value_heads", None) or settings.num_attention_heads
     head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads
-    attentions = [_attention_of(block) for block in blocks_of(model) if not isinstance(block, TailBlock)]
     dtype = next(iter(model.parameters())).dtype
     encoder = PrefixEncoder(config, len(attentions), heads, head_dim, settings.hidden_size, dtype, start)
     model.prefix_encoder = encoder
@@ -115,8 +116,17 @@ def _attention_of(block):
     if isinstance(block, (HeadBlock, FusedBlock)):
         return block
     attention = getattr(block, "self_attn", None)
-    if attention is None or "past_key_value" not in inspect.signature(attention.forward).parameters:
-        raise ValueError(f"prefix: {type(block).__name__} has no `self_attn` that takes `past_key_value`.")
+    named = ("hidden_states", "past_key_value", "attention_mask")
+    if attention is None or not set(named) <= set(inspect.signature(attention.forward).parameters):
+        raise ValueError(
+            f"prefix: {type(block).__name__} has no `self_attn` that takes {', '.join(named)}, as those of Ernie35, Qwen2, "
+            "Llama and Gemma do; choose another method."
+        )
+    if type(attention).__name__ in HEADS_FIRST:
+        raise ValueError(
+            f"prefix: {type(attention).__name__} keeps its cache with the heads before the tokens, where a prefix has no place; "
+            "choose another method."
+        )
     return attention
 
 

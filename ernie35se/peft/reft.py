@@ -152,7 +152,8 @@ def wrap(model, config: ReFTConfig, start: bool = True) -> None:
     kind = {"LoreftIntervention": LoreftIntervention, "TinyIntervention": TinyIntervention}[
         config.intervention_type
     ]
-    width, dtype = model.config.hidden_size, next(iter(model.parameters())).dtype
+    width = getattr(model.config, "hidden_size", None) or model.get_input_embeddings().weight.shape[-1]
+    dtype = next(iter(model.parameters())).dtype
     if config.rank > width and kind is LoreftIntervention:
         raise ValueError(
             f"reft: rank = {config.rank}: hidden states have {width} dimensions, so at most {width} directions are orthonormal."

@@ -16,7 +16,8 @@ import paddle.nn.functional as F
 
 from .base import AdapterConfig, AdapterLinear, kaiming_uniform
 
-FFN_OUTPUTS = r".*\.(mlp\.down_proj|self_attn_mlp\.o_proj)"
+# Ernie35's, and what the models of PaddleNLP call theirs.
+FFN_OUTPUTS = r".*\.(mlp\.down_proj|self_attn_mlp\.o_proj|dense_4h_to_h|linear2|mlp\.(fc_out|c_proj))"
 
 
 @dataclass

@@ -11,20 +11,35 @@ import inspect
 import paddle
 
 
+def tell_labels(model, labels: paddle.Tensor) -> None:
+    """Say the labels of the next forward to the adapters of a model that computes its scores alone."""
+    for notes in getattr(model, "batch_notes", None) or []:
+        notes.tell(labels)
+
+
 class BatchNotes:
     """Notes the arguments of each forward of `model`.
 
     Attributes:
         arguments: of the forward in hand, by name.
+        labels: the batch's, whether the model was given them or `tell_labels` said them; None without.
     """
 
     def __init__(self, model):
         self._signature = inspect.signature(model.forward)
         self.arguments: dict = {}
+        self.labels = self._told = None
+        model.batch_notes = [*(getattr(model, "batch_notes", None) or []), self]
         model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def tell(self, labels: paddle.Tensor) -> None:
+        """Labels of the next forward, which the model itself does not get."""
+        self._told = labels
 
     def _note(self, model, inputs, named):
         self.arguments = self._signature.bind(*inputs, **named).arguments
+        self.labels = self.arguments.get("labels") if self._told is None else self._told
+        self._told = None
 
     @property
     def decodes(self) -> bool:
@@ -44,7 +59,7 @@ class BatchNotes:
     def prompt_tokens(self, batch: int, length: int) -> paddle.Tensor:
         """(B, T) booleans: the real tokens up to the one whose label is learnt first; without labels all real
         ones."""
-        real, labels = self.real_tokens(batch, length), self.arguments.get("labels")
+        real, labels = self.real_tokens(batch, length), self.labels
         if labels is None:
             return real
         learnt = (labels != -100).astype(

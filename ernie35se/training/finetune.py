@@ -11,6 +11,7 @@ adapters    checkpoints hold them alone; resuming and going back to the best one
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 from pathlib import Path
@@ -25,6 +26,7 @@ from paddlenlp.trainer.trainer_utils import EvalLoopOutput, IntervalStrategy
 from paddlenlp.utils.log import logger
 
 from .. import peft
+from ..configuration import Ernie35Config
 from ..data.sft import collate_prompts
 from ..positions import interval_position_ids, position_interval, random_position_ids
 from .decoding import decode_greedily
@@ -122,6 +124,8 @@ class FinetuneTrainer(PretrainTrainer):
 
     def __init__(self, model=None, args=None, train_dataset=None, generation=None, template=None, **kwargs):
         self.steps_per_epoch = None
+        if getattr(model, "no_sync", contextlib.nullcontext) is None:  # OPT answers None for what it has not
+            model.no_sync = contextlib.nullcontext
         if train_dataset is not None and len(train_dataset):
             train_dataset = self._plan_epochs(args, train_dataset)
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
@@ -168,19 +172,23 @@ class FinetuneTrainer(PretrainTrainer):
         return {**inputs, "position_ids": paddle.to_tensor(placed)}
 
     def compute_loss(self, model, inputs, return_outputs=False):
-        """The model's loss; with label smoothing ours; in training with what the adapters add (DisLoRA)."""
-        smoothing = getattr(self.args, "label_smoothing", 0.0)
-        if not smoothing or not model.training:
-            result = super().compute_loss(model, inputs, return_outputs)
-            loss, outputs = result if return_outputs else (result, None)
-        else:
-            outputs = model(
-                **{key: value for key, value in inputs.items() if key != "labels"}, return_dict=True
-            )
-            loss = smoothed_loss(outputs.logits, inputs["labels"], smoothing)
+        """In training with label smoothing, and with what the adapters add (DisLoRA)."""
+        loss, outputs = self._loss(model, inputs, getattr(self.args, "label_smoothing", 0.0) if model.training else 0.0)
         extra = peft.extra_loss(model) if model.training else None
         loss = loss if extra is None else loss + extra
         return (loss, outputs) if return_outputs else loss
+
+    def _loss(self, model, inputs, smoothing: float = 0.0):
+        """Loss and outputs. Ernie35 computes its own, in chunks; a smoothed one is computed here, and so is that of other
+        models: some would shift the labels once more, or take another number for what is not learnt."""
+        if not smoothing and isinstance(self.model.config, Ernie35Config):
+            outputs = model(**inputs, return_dict=True)
+            return outputs.loss, outputs
+        labels = inputs["labels"]
+        peft.tell_labels(self.model, labels)
+        takes = inspect.signature(self.model.forward).parameters  # some take no position_ids: theirs count 0, 1, 2, ... too
+        outputs = model(**{key: value for key, value in inputs.items() if key in takes and key != "labels"}, return_dict=True)
+        return smoothed_loss(outputs.logits, labels, smoothing), outputs
 
     # ---------------------------------------------------------------- evaluation
 
@@ -232,11 +240,11 @@ class FinetuneTrainer(PretrainTrainer):
         """Sum of losses, tokens predicted rightly, tokens."""
         inputs = self._prepare_inputs(self._measuring_inputs(inputs))
         with self.autocast_smart_context_manager():
-            output = model(**inputs, return_dict=True)
+            loss, output = self._loss(model, inputs)
         learnt = inputs["labels"] != -100
         tokens = learnt.sum().item()
         right = ((output.logits.argmax(axis=-1) == inputs["labels"]) & learnt).sum().item()
-        return np.array([output.loss.item() * tokens if tokens else 0.0, right, tokens], dtype="float64")
+        return np.array([loss.item() * tokens if tokens else 0.0, right, tokens], dtype="float64")
 
     def _generation_metrics(self, model) -> Dict[str, float]:
         """Scores of greedy answers; the texts go to generated-<step>.jsonl in output_dir. Every process does
@@ -338,9 +346,13 @@ def smoothed_loss(logits: paddle.Tensor, labels: paddle.Tensor, smoothing: float
     """(1 - e) times the cross entropy plus e times the mean of -log p over the vocabulary, averaged over
     learnt labels (Szegedy et al. 2016, section 7)."""
     learnt = (labels != -100).astype("float32")
-    log_p = F.log_softmax(logits.astype("float32"), axis=-1)  # (B, T, V)
-    hit = paddle.take_along_axis(log_p, labels.clip(min=0).unsqueeze(-1), axis=-1).squeeze(-1)
-    each = -(1 - smoothing) * hit - smoothing * log_p.mean(axis=-1)
+    targets = labels.clip(min=0).unsqueeze(-1)
+    if not smoothing:
+        each = F.cross_entropy(logits.astype("float32"), targets, reduction="none").squeeze(-1)
+    else:
+        log_p = F.log_softmax(logits.astype("float32"), axis=-1)  # (B, T, V)
+        hit = paddle.take_along_axis(log_p, targets, axis=-1).squeeze(-1)
+        each = -(1 - smoothing) * hit - smoothing * log_p.mean(axis=-1)
     return (each * learnt).sum() / learnt.sum().clip(min=1)
 
 

@@ -6,6 +6,7 @@ Everything here that a user can get wrong is a ValueError before training starts
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -395,8 +396,12 @@ def describe_run(arguments: FinetuneModelArguments, training: FinetuneArguments,
     return "\n".join(lines)
 
 
-def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, config):
-    """The model with its weights, and with the adapters of the method, new or loaded; what trains is said."""
+def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, config, packs: bool, generates: bool):
+    """The model with its weights, and with the adapters of the method, new or loaded; what trains is said.
+
+    Args:
+        packs, generates: whether it will get packed rows, and be evaluated by generating.
+    """
     check_adapter_path(arguments)
     dtype = "float32"
     if training.fp16_opt_level == "O2" and (training.bf16 or training.fp16):
@@ -404,6 +409,7 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
     warn_pickled_folder(Path(arguments.model_name_or_path))
     with paddle.utils.unique_name.guard():  # a checkpoint's optimizer state goes by these names
         model = _with_weights(arguments.model_name_or_path, config, dtype)
+        check_takes(model, packs, generates)
         if arguments.adapter_path:
             _load_adapter(model, arguments, training)
         elif arguments.method:
@@ -412,6 +418,22 @@ def build_model(arguments: FinetuneModelArguments, training: FinetuneArguments, 
         peft.add_noise(model, arguments.neftune_noise_alpha)
     logger.info(peft.trainable_share(model))
     return model
+
+
+def check_takes(model, packs: bool, generates: bool) -> None:
+    """ValueError for a model of another kind whose forward lacks what fine-tuning, packing or generating passes to it."""
+    wanted = {"input_ids": "", "attention_mask": ""}
+    if packs:
+        wanted["position_ids"] = "zero_padding"
+    if generates:
+        wanted.update(dict.fromkeys(("position_ids", "past_key_values", "use_cache"), "eval_with_do_generation"))
+    missing = {name: setting for name, setting in wanted.items() if name not in inspect.signature(model.forward).parameters}
+    if missing:
+        settings = " and ".join(sorted(set(filter(None, missing.values()))))
+        raise ValueError(
+            f"model_name_or_path: {type(model).__name__} of PaddleNLP takes no {' and no '.join(missing)}; expected a model that "
+            f"takes {', '.join(wanted)}. {f'Set {settings} false, or choose' if settings else 'Choose'} another model."
+        )
 
 
 def _load_adapter(model, arguments: FinetuneModelArguments, training: FinetuneArguments) -> None:

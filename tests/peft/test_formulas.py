@@ -22,7 +22,7 @@ from ernie35se.peft.dislora import DisLoRALinear
 from ernie35se.peft.lokr import LoKrLinear, factorise
 from ernie35se.peft.lora import LoRALinear, MoRALinear
 from ernie35se.peft.neftune import add_noise
-from ernie35se.peft.reft import edited_tokens, orthonormal
+from ernie35se.peft.reft import LoreftIntervention, TinyIntervention, edited_tokens, orthonormal
 from ernie35se.peft.tare import TareLinear
 from ernie35se.peft.vera import VeRALinear
 
@@ -310,6 +310,29 @@ def test_reft_edits_the_chosen_tokens_of_the_chosen_blocks(kind):
             added = p["param_b"] * (p["param_B"].T @ (p["param_a"] * (p["param_A"].T @ h[t])))
             np.testing.assert_allclose(edited[t], h[t] + added, atol=1e-4)
     assert abs(states(model)[5] - h[5]).max() > 1e-2  # without labels all of it is prompt
+
+
+def test_reft_switches():
+    """Without bias there is none; each activation by numpy; dropout acts on what is added, in training alone."""
+    h = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("float32")
+    by_hand = {"linear": lambda x: x, "relu": lambda x: np.maximum(x, 0), "silu": lambda x: x / (1 + np.exp(-x)), "tanh": np.tanh}
+    for name, act in by_hand.items():
+        layer = LoreftIntervention("x", 8, ReFTConfig(rank=3, act_fn=name, add_bias=False), "float32")
+        p = randomised(layer)
+        assert set(p) == {"rotate", "source"}
+        rotation = layer.rotation().numpy().astype("float64")
+        expected = h + (act(h @ p["source"]) - h @ rotation) @ rotation.T
+        np.testing.assert_allclose(layer(paddle.to_tensor(h)).numpy(), expected, atol=1e-5)
+    for kind in (LoreftIntervention, TinyIntervention):
+        layer = kind("x", 8, ReFTConfig(rank=3, dropout=0.5), "float32")
+        randomised(layer)
+        layer.eval()
+        added = layer(paddle.to_tensor(h)).numpy() - h
+        layer.train()
+        dropped = layer(paddle.to_tensor(h)).numpy() - h
+        gone = np.abs(dropped) < 1e-6
+        assert 0.25 < gone.mean() < 0.75
+        np.testing.assert_allclose(dropped[~gone], 2 * added[~gone], atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------- prefix

@@ -333,6 +333,24 @@ def test_a_refused_adapter_freezes_nothing():
     assert not any(parameter.stop_gradient for parameter in model.parameters()) and not peft.is_wrapped(model)
 
 
+def test_blocks_are_not_the_experts_in_them():
+    from paddle import nn
+
+    from ernie35se.peft.base import blocks_of
+
+    class Block(nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.LayerList([nn.Linear(2, 2) for _ in range(5)])
+
+    model = nn.Sequential()
+    model.layers = nn.LayerList([Block() for _ in range(3)])
+    model.heads = nn.LayerList([nn.Linear(2, 2) for _ in range(2)])
+    assert blocks_of(model) == list(model.layers)
+    with pytest.raises(ValueError, match="holds no list of blocks"):
+        blocks_of(nn.Linear(2, 2))
+
+
 def test_targets_choose_layers():
     model = peft.wrap(
         build_model(tiny_config()), LoRAConfig(target_modules=[r".*\.(q_proj|v_proj)", r".*down_proj"])
