@@ -186,6 +186,25 @@ def test_merging_twice_or_into_another_base_is_said(name, base, tmp_path, monkey
     assert line.startswith(f"{tmp_path / 'once'}: the adapter was trained on other weights than these (")
 
 
+def test_what_an_interrupted_merge_left_is_no_part_of_the_next(base, tmp_path, monkeypatch):
+    """Killed between two files: the folder has not got its name, and the same command begins anew."""
+    from ernie35se.peft import merging
+
+    write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
+    (tmp_path / ".tmp-out").mkdir()
+    (tmp_path / ".tmp-out" / "model-00001-of-00002.safetensors").write_text("half")
+    (tmp_path / "out").mkdir()  # empty, as one made beforehand
+    monkeypatch.setattr(merging, "_copy_rest", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        merge(base, tmp_path / "lora", tmp_path / "out", method="lora")
+    assert not list((tmp_path / "out").iterdir()) and not (tmp_path / ".tmp-out").exists()
+    monkeypatch.undo()
+    (tmp_path / ".tmp-out").mkdir()
+    (tmp_path / ".tmp-out" / "model-00001-of-00002.safetensors").write_text("half")
+    merge(base, tmp_path / "lora", tmp_path / "out", method="lora")
+    assert [file.name for file in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
+
+
 def test_mistakes(base, tmp_path):
     write_adapter(base, tmp_path / "lora", LoRAConfig(r=3))
     write_adapter(base, tmp_path / "tare", TareConfig())
