@@ -285,9 +285,11 @@ def _squad(record: dict, place: str) -> Conversation:
             f"{place}: field 'answers' is {seen}; expected a list of strings, or an object with one in "
             "'text'."
         )
-    if not texts:
+    if not texts or not texts[0].strip():
         raise Empty("no answer")
     context, question = _text(record, "context", place), _text(record, "question", place)
+    if not question.strip():
+        raise Empty("empty response")
     return _conversation([(f"answer: {texts[0]} context: {context}", f"question: {question}")], None, place)
 
 

@@ -93,10 +93,11 @@ def test_gz_and_skipped_records(tmp_path):
     records = [{"src": "a", "tgt": "b"}, {"src": "a", "tgt": " "}]
     with gzip.open(tmp_path / "train.jsonl.gz", "wt", encoding="utf-8") as stream:
         stream.write("\n".join(map(json.dumps, records)) + "\n\n")
-    squad = write(tmp_path / "dev.json", [{"context": "c", "question": "q", "answers": {"text": []}}])
+    questions = [{"context": "c", "question": "q", "answers": {"text": []}}, {"context": "c", "question": "q", "answers": [" "]}]
+    squad = write(tmp_path / "dev.json", [*questions, {"context": "c", "question": "", "answers": ["a"]}])
     skipped = Counter()
     assert len(read_conversations([tmp_path / "train.jsonl.gz", squad], skipped)) == 1
-    assert skipped == {"empty response": 1, "no answer": 1}
+    assert skipped == {"empty response": 2, "no answer": 2}
 
 
 def test_line_numbers_in_a_list_are_those_of_the_records(tmp_path):
