@@ -90,11 +90,21 @@ def split(name: str, array, config: Ernie35Config, degree: int, rank: int):
 
 
 def merge(name: str, shards: list, config: Ernie35Config):
-    """The whole weight from every rank's piece, in rank order: the inverse of `split`."""
+    """The whole weight from every rank's piece, in rank order: the inverse of `split`.
+
+    Raises:
+        ValueError: a piece of another length than this many ranks have: one is missing, or cut for another degree.
+    """
     cut = layout(name, config)
     if cut is None:
         return shards[0]
-    degree = len(shards)
+    degree, whole = len(shards), sum(cut.segments)
+    seen = [_shape(shard)[cut.axis] for shard in shards]
+    if any(length * degree != whole for length in seen):
+        raise ValueError(
+            f"{name}: {degree} piece{'s' * (degree > 1)} of {', '.join(map(str, seen))} along axis {cut.axis}; the "
+            f"configuration expects {whole} in equal parts. A rank's piece is missing, or cut for another degree."
+        )
     pieces, start = [], 0
     for length in cut.segments:
         share = length // degree
@@ -103,9 +113,9 @@ def merge(name: str, shards: list, config: Ernie35Config):
             index[cut.axis] = slice(start, start + share)
             pieces.append(shard[tuple(index)])
         start += share
-    whole = _concat(pieces, cut.axis)
-    _check(name, cut, _shape(whole), degree, config)
-    return whole
+    merged = _concat(pieces, cut.axis)
+    _check(name, cut, _shape(merged), degree, config)
+    return merged
 
 
 def check_divides(config: Ernie35Config, degree: int) -> None:

@@ -13,6 +13,7 @@ from typing import Sequence
 from _common import make_parser, run_tool
 
 EXAMPLE = "  python tools/merge_tensor_parallel.py output/pretrain_3b_4d output/merged"
+WEIGHTS = ("model*.pdparams*", "model*.safetensors*")
 
 
 def main(argv: Sequence[str] | None) -> int:
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None) -> int:
 
     from ernie35se import weight_files
     from ernie35se.configuration import Ernie35Config
+    from ernie35se.training.checkpoint import filled_at_once
 
     if arguments.output.resolve() == arguments.input.resolve():
         raise ValueError(f"{arguments.output} is the input itself; name another folder")
@@ -30,10 +32,11 @@ def main(argv: Sequence[str] | None) -> int:
     folder = weight_files.Folder(arguments.input)
     if not folder.in_pieces:
         raise ValueError(f"{arguments.input}: the weights are whole already ({folder.names[0]}); nothing to merge")
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (written,) = weight_files.merge_folder(folder, arguments.output, config)
-    weight_files.copy_beside(arguments.input, arguments.output, weight_files.WHOLE_CONFIG)
-    print(f"{len(folder.names)} files ({folder.tensor} tensor-parallel ranks x {folder.pipeline} stages) -> {written}")
+    with filled_at_once(arguments.output, last=("config.json",), unless=WEIGHTS) as staging:
+        (written,) = weight_files.merge_folder(folder, staging, config)
+        weight_files.copy_beside(arguments.input, staging, weight_files.WHOLE_CONFIG)
+    ranks = f"{folder.tensor} tensor-parallel ranks x {folder.pipeline} stages"
+    print(f"{len(folder.names)} files ({ranks}) -> {arguments.output / written.name}")
     return 0
 
 

@@ -14,6 +14,8 @@ guide, not a measurement: try the first two or three.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 from itertools import product
 from pathlib import Path
 from typing import Iterator, List, NamedTuple, Sequence
@@ -36,9 +38,15 @@ class Choice(NamedTuple):
 
 def number(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def share(text: str) -> float:
+    if number(text) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and at most 1")
+    return float(text)
 
 
 def plans(config, devices: int, per_machine: int, batch: int, length: int, half: bool) -> Iterator:
@@ -145,7 +153,7 @@ def main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--max_seq_length", type=positive, default=4096, help="tokens of a sample")
     parser.add_argument("--devices_per_machine", type=positive, default=8, help="GPUs that share fast links")
     parser.add_argument("--tflops", type=number, default=312, help="peak of one device (default: A100, bfloat16)")
-    parser.add_argument("--efficiency", type=number, default=0.5, help="share of the peak that matrix products reach")
+    parser.add_argument("--efficiency", type=share, default=0.5, help="share of the peak that matrix products reach")
     parser.add_argument("--bandwidth", type=number, default=250, help="GB/s that a device sends within a machine")
     parser.add_argument("--network", type=number, default=20, help="GB/s that a device sends between machines")
     parser.add_argument("--float32", action="store_true", help="no half precision, no flash attention")
@@ -155,7 +163,10 @@ def main(argv: Sequence[str] | None) -> int:
     from ernie35se.configuration import Ernie35Config
 
     if Path(arguments.model).is_file():
-        config = Ernie35Config.from_json_file(arguments.model)
+        try:
+            config = Ernie35Config.from_json_file(arguments.model)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"--model {arguments.model}: not a config.json of a model: {error}") from None
     else:
         config = Ernie35Config.from_pretrained(arguments.model)
     choices = suggest(config, arguments)

@@ -13,6 +13,7 @@ from typing import Sequence
 from _common import make_parser, positive, run_tool
 
 EXAMPLE = "  python tools/split_tensor_parallel.py output/model output/model_tp2 --degree 2"
+WEIGHTS = ("model*.pdparams*", "model*.safetensors*")
 
 
 def main(argv: Sequence[str] | None) -> int:
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None) -> int:
 
     from ernie35se import conversion, weight_files
     from ernie35se.configuration import Ernie35Config
+    from ernie35se.training.checkpoint import filled_at_once
 
     if arguments.output.resolve() == arguments.input.resolve():
         raise ValueError(f"{arguments.output} is the input itself; name another folder")
@@ -32,11 +34,11 @@ def main(argv: Sequence[str] | None) -> int:
     if folder.in_pieces:
         raise ValueError(f"{arguments.input}: the weights are in pieces already ({folder.names[0]}); merge them first")
     conversion.check_divides(config, arguments.degree)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    written = weight_files.split_folder(folder, arguments.output, config, arguments.degree)
     changes = {"tensor_parallel_degree": arguments.degree, "tensor_parallel_rank": 0}
-    weight_files.copy_beside(arguments.input, arguments.output, changes)
-    print(f"{', '.join(folder.names)} -> {written[0]} to {written[-1].name}")
+    with filled_at_once(arguments.output, last=("config.json",), unless=WEIGHTS) as staging:
+        written = weight_files.split_folder(folder, staging, config, arguments.degree)
+        weight_files.copy_beside(arguments.input, staging, changes)
+    print(f"{', '.join(folder.names)} -> {arguments.output / written[0].name} to {written[-1].name}")
     return 0
 
 

@@ -210,6 +210,33 @@ def removed_on_error(folder: Path) -> Iterator[Path]:
         raise
 
 
+@contextlib.contextmanager
+def filled_at_once(final: Path, last: Iterable[str] = (), unless: Iterable[str] = ()) -> Iterator[Path]:
+    """A folder to write into whose files move into `final` when all are there; a failure leaves `final` as it was.
+
+    Args:
+        last: files that move at the end. unless: patterns of files that must not be in `final` yet.
+
+    Raises:
+        ValueError: such a file is there, or the writing failed.
+    """
+    found = sorted(path.name for pattern in unless for path in final.glob(pattern))
+    if found:
+        raise ValueError(f"{final} holds {found[0]} already; the two would be mixed. Name another folder, or empty it")
+    made, staging = not final.exists(), final / f"{TEMPORARY}model"
+    try:
+        if staging.exists():  # left behind by a kill
+            shutil.rmtree(staging)
+        with removed_on_error(staging):
+            yield staging
+            move_files(staging, final, last)
+    except OSError as error:
+        raise ValueError(f"{final} could not be written: {error}; make room there, or name another folder") from error
+    finally:
+        if made and final.is_dir() and not any(final.iterdir()):
+            final.rmdir()
+
+
 def flush_to_disk(folder: Path) -> None:
     """Wait until every file under `folder`, and the folders' own entries, are on the disk."""
     for path in sorted(folder.rglob("*")):

@@ -67,7 +67,13 @@ class Layout:
         """What `layout.json` says; of a unified checkpoint without one, as plain PaddleNLP's, that; else None."""
         path = folder / LAYOUT_FILE
         if path.is_file():
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            try:
+                return cls(**json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{path} does not say how the checkpoint was made ({error}); copy the checkpoint again, or resume "
+                    "from another one"
+                ) from None
         return cls(tensor=UNKNOWN, unified=True) if (folder / MODEL_INDEX).is_file() else None
 
     def reads_files_of(self, other: Layout) -> bool:

@@ -10,6 +10,10 @@ NPROC=${NPROC:-8}
 NNODES=${NNODES:-1}
 MASTER=${MASTER:-}
 PYTHON=${PYTHON:-$([ -x "$root/.venv/bin/python" ] && echo "$root/.venv/bin/python" || echo python)}
+if ! [[ $NPROC =~ ^[1-9][0-9]*$ ]]; then
+    echo "NPROC=$NPROC: expected a number of processes, 1 or more" >&2
+    exit 2
+fi
 
 # launch SCRIPT ARGUMENT...: runs it in every process; logs to LOG_DIR/workerlog.N. With --dry_run it is one process, here.
 launch() {

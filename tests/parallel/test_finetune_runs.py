@@ -70,3 +70,13 @@ def test_a_dry_run_of_a_launch_script_is_one_process_that_describes_and_writes_n
     for text in (*words[script], "device = 'gpu'", "12 rows, 3 optimizer steps"):
         assert text in done.stdout, text
     assert "workerlog" not in done.stdout and {path.name for path in tmp_path.iterdir()} == {"base", "data"}
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+@pytest.mark.parametrize("script", [*RUNS, "pretrain_3b_4d.sh", "predict_tp.sh"])
+def test_a_number_of_processes_that_is_none_starts_nothing(script, count, tmp_path):
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "launch" / script)], cwd=tmp_path, env={**environment(), "NPROC": count, "PYTHON": "true"},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 2 and f"NPROC={count}: expected a number of processes" in done.stderr

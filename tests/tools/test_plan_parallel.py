@@ -79,3 +79,16 @@ def test_it_agrees_with_the_rules_of_the_parallel_page():
     first, flat = best(64)
     assert 1 < first.plan.pipeline_parallel <= 8 and first.plan.virtual > 1
     assert first.seconds < flat.seconds < 1.2 * first.seconds
+
+
+@pytest.mark.parametrize("flag, value", [("--memory", "inf"), ("--memory", "nan"), ("--efficiency", "50"), ("--efficiency", "0")])
+def test_a_number_that_cannot_be_is_refused_by_its_flag(capsys, flag, value):
+    with pytest.raises(SystemExit):
+        plan_parallel.main(["--devices", "8", "--memory", "80", "--global_batch", "64", flag, value])
+    assert f"argument {flag}: '{value}' is not a" in capsys.readouterr().err
+
+
+def test_a_model_file_that_is_no_config_is_named(tmp_path):
+    (tmp_path / "notes.md").write_text("# notes")
+    with pytest.raises(ValueError, match="notes.md: not a config.json of a model"):
+        plan_parallel.main(["--devices", "8", "--memory", "80", "--global_batch", "64", "--model", str(tmp_path / "notes.md")])

@@ -136,3 +136,26 @@ def test_a_failed_write_leaves_nothing(tmp_path):
             (folder / "model").write_text("half")
             raise KeyboardInterrupt
     assert names(tmp_path) == []
+
+
+def test_a_folder_is_filled_at_once_or_left_as_it_was(tmp_path):
+    final = tmp_path / "model"
+    with pytest.raises(ValueError, match=r"model could not be written: .*No space left.*make room"):
+        with checkpoint.filled_at_once(final) as staging:
+            (staging / "first").write_text("1")
+            raise OSError(28, "No space left on device")
+    assert not final.exists()
+    (final / ".tmp-model").mkdir(parents=True)  # as a kill leaves it
+    (final / ".tmp-model" / "half").write_text("")
+    with checkpoint.filled_at_once(final, unless=["*.pdparams"]) as staging:
+        (staging / "w.pdparams").write_text("1")
+        assert not (final / "w.pdparams").exists()
+    assert [path.name for path in final.iterdir()] == ["w.pdparams"]
+    with pytest.raises(ValueError, match="model holds w.pdparams already"):
+        with checkpoint.filled_at_once(final, unless=["*.pdparams"]):
+            pass
+    with pytest.raises(KeyboardInterrupt):
+        with checkpoint.filled_at_once(final) as staging:
+            (staging / "second").write_text("2")
+            raise KeyboardInterrupt
+    assert [path.name for path in final.iterdir()] == ["w.pdparams"]
