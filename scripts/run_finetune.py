@@ -65,6 +65,7 @@ def prepare(model_args, data_args, training_args):
     looks_only = training_args.dry_run or data_args.preview_data
     if not looks_only:
         finetune_build.check_model_name(model_args)
+        finetune_build.check_own_folder(model_args, training_args)
         build.check_output_dir(training_args)
         build.check_checkpoint(training_args)
         finetune_build.check_same_method(model_args, training_args)

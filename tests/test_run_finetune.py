@@ -586,6 +586,41 @@ def test_a_base_of_another_size_is_not_resumed(name, message, place, tmp_path, c
     assert losses(tmp_path / "out") == kept
 
 
+@pytest.mark.parametrize("overwrite", [0, 1])
+def test_no_run_writes_over_what_it_starts_from(overwrite, place, tmp_path, capsys):
+    shutil.copytree(place / "base", tmp_path / "base")
+    assert run(place, tmp_path / "lora", lora=1, max_steps=1) == 0
+
+    def content(folder):
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    before = content(tmp_path / "base")
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    for output in (tmp_path / "base", tmp_path / "link", f"{tmp_path}/lora/../base/"):
+        for method in ("sft", "lora"):
+            changes = {**METHODS[method], "model_name_or_path": tmp_path / "base", "overwrite_output_dir": overwrite}
+            assert run(place, output, **changes) == 2
+            assert "is the folder of model_name_or_path, which the run would write over" in capsys.readouterr().err
+    assert content(tmp_path / "base") == before
+    adapter = content(tmp_path / "lora")
+    assert run(place, tmp_path / "lora", lora=1, lora_path=tmp_path / "lora", overwrite_output_dir=overwrite) == 2
+    assert "is the folder of lora_path" in capsys.readouterr().err and content(tmp_path / "lora") == adapter
+    only = dict(lora=1, lora_path=tmp_path / "lora", do_train=False, evaluation_strategy="no")
+    assert run(place, tmp_path / "lora", **only) == 0  # evaluating writes results alone
+
+
+def test_a_run_over_another_methods_leaves_one(place, tmp_path):
+    """lora, vera, SFT and prefix into one folder: after each it holds that one's, and is taken as such."""
+    from ernie35se import peft
+
+    for name in ("lora", "vera", "sft", "prefix"):
+        assert run(place, tmp_path, **METHODS[name], max_steps=1, overwrite_output_dir=1) == 0
+        method = None if name == "sft" else name
+        assert peft.saved_method(tmp_path) == method
+        others = {path.name for path in tmp_path.glob("*_model_state*")} - {f"{method}_model_state.safetensors"}
+        assert not others and bool(list(tmp_path.glob("model*"))) == (name == "sft")
+
+
 def test_adapters_are_not_resumed_on_other_weights(place, tmp_path, capsys):
     """The base of the same path and sizes was trained anew meanwhile."""
     from ernie35se.modeling import Ernie35ForCausalLM

@@ -119,7 +119,9 @@ class Template:
                 "it may be is the business of src_length."
             )
         if prompt.strip() and not any(segment.from_user for segment in segments):
-            raise ValueError(f"template {self.name!r} leaves out the prompt of a turn; expected all of it, as in {{{{ prompt }}}}.")
+            raise ValueError(
+                f"template {self.name!r} leaves out the prompt of a turn; expected all of it, as in {{{{ prompt }}}}."
+            )
         return segments
 
     def _render(self, **variables) -> str:

@@ -45,7 +45,8 @@ from .vera import VeRAConfig, VeRALinear
 
 __all__ = [
     "METHODS", "wrap", "save", "load", "load_state", "check_fits", "merge", "merged", "is_wrapped", "trainable_share",
-    "extra_loss", "after_step", "tell_labels", "saved_method", "read_state", "adapter_state", "add_noise", "AdapterConfig",
+    "extra_loss", "after_step", "tell_labels",
+    "saved_method", "remove_others", "read_state", "adapter_state", "add_noise", "AdapterConfig",
     "LoRAConfig", "VeRAConfig", "LoKrConfig", "DisLoRAConfig", "ReFTConfig", "TareConfig", "PrefixConfig",
 ]  # fmt: skip
 
@@ -176,6 +177,17 @@ def saved_method(folder: Union[str, Path]) -> str | None:
     if len(found) > 1:
         raise ValueError(f"{folder}: holds adapters of {' and '.join(found)}; expected one method a folder.")
     return found[0] if found else None
+
+
+def remove_others(folder: Union[str, Path], method: str | None) -> None:
+    """Delete the saved adapters of all methods but this one (None: of all) from a folder, and say so."""
+    for name, other in METHODS.items():
+        files = [Path(folder) / other.config.file_name(), *_weight_files(Path(folder), name)]
+        files = [file for file in files if file.is_file()] if name != method else []
+        for file in files:
+            file.unlink()
+        if files:
+            logger.warning(f"Removed {', '.join(map(str, files))}: an adapter that an earlier run left.")
 
 
 def whole_state(model: nn.Layer) -> dict[str, np.ndarray]:

@@ -124,8 +124,8 @@ def _attention_of(block):
         )
     if type(attention).__name__ in HEADS_FIRST:
         raise ValueError(
-            f"prefix: {type(attention).__name__} keeps its cache with the heads before the tokens, where a prefix has no place; "
-            "choose another method."
+            f"prefix: {type(attention).__name__} keeps its cache with the heads before the tokens, where a prefix has no "
+            "place; choose another method."
         )
     return attention
 

@@ -284,8 +284,13 @@ class FinetuneTrainer(PretrainTrainer):
         return folder
 
     def save_model(self, output_dir=None, merge_tensor_parallel=False):
-        """Adapters are whole in any case."""
-        super().save_model(output_dir, merge_tensor_parallel and not peft.is_wrapped(self.model))
+        """Adapters are whole in any case. Those of another method, which an earlier run left in output_dir, go: together
+        with the new ones the folder would say nothing."""
+        wrapped = peft.is_wrapped(self.model)
+        super().save_model(output_dir, merge_tensor_parallel and not wrapped)
+        if output_dir in (None, self.args.output_dir):
+            method = self.model.adapter_config.method if wrapped else None
+            self._once_per_disk(lambda: peft.remove_others(self.args.output_dir, method))
 
     def _save(self, output_dir=None, state_dict=None, merge_tensor_parallel=False):
         """PaddleNLP knows its own adapters only; of a wrapped model it would write all of the weights."""

@@ -305,6 +305,20 @@ def load_config(arguments: FinetuneModelArguments, training: FinetuneArguments):
     return config
 
 
+def check_own_folder(arguments: FinetuneModelArguments, training: FinetuneArguments) -> None:
+    """ValueError where a run would write over the model or the adapter that it starts from."""
+    output, starts = training.output_dir, {"model_name_or_path": arguments.model_name_or_path}
+    if not training.do_train or not os.path.exists(output):
+        return
+    if arguments.adapter_path:
+        starts[f"{arguments.method}_path"] = arguments.adapter_path
+    for setting, folder in starts.items():
+        if os.path.isdir(folder) and os.path.samefile(folder, output):
+            raise ValueError(
+                f"output_dir = {output!r}: is the folder of {setting}, which the run would write over; name another folder."
+            )
+
+
 def check_same_method(arguments: FinetuneModelArguments, training: FinetuneArguments) -> None:
     """A run continues with the method, and the settings of it, that it began with.
 
