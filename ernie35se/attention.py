@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import paddle
 import paddle.nn.functional as F
+from paddle.autograd import PyLayer
 from paddlenlp.utils.log import logger
 
 from . import cpu_ops
 from .configuration import Ernie35Config
 
 HIDDEN = -1e9  # additive mask: lost beside any score, yet a row of nothing else stays finite in float32's range
+BLOCK = 256  # queries that the block form takes at a time
 
 
 class AttentionInputs(NamedTuple):
@@ -62,24 +64,95 @@ def flash_attention(query, key, value, mask=None, need_weights=False):
 
 
 def blockwise_attention(query, key, value, mask=None, need_weights=False):
-    """The CPU op's causal attention, which goes through the keys block by block and keeps no (T, S) matrix; the plain form
-    where there is a mask, another dtype, or no op."""
-    ops = cpu_ops.usable(query, key, value)
-    if mask is not None or need_weights or ops is None:
+    """Attention on a CPU that takes some queries at a time, each block with the keys up to its end: the upper triangle is
+    skipped, no (T, S) matrix is kept, and the backward pass computes the probabilities again (Dao et al. 2022). The causal
+    form runs in the CPU op; under a mask, or without the op, Paddle's operators run block by block. Training keeps the
+    plain form where that is one block and no op, or another dtype."""
+    if need_weights:
         return eager_attention(query, key, value, mask, need_weights)
-    return ops.cpu_causal_attention(query, key, value)[0], None
+    ops = cpu_ops.usable(query, key, value)
+    if mask is None and ops is not None:
+        return ops.cpu_causal_attention(query, key, value)[0], None
+    trains = paddle.is_grad_enabled() and not (query.stop_gradient and key.stop_gradient and value.stop_gradient)
+    if trains and (query.shape[1] <= BLOCK or query.dtype != paddle.float32):
+        return eager_attention(query, key, value, mask)
+    return _AttentionInBlocks.apply(query, key, value, mask), None
+
+
+class _AttentionInBlocks(PyLayer):
+    """Heads come first, (H, B, T, D), and lie in memory so: Paddle adds a mask (B, T, S) along trailing axes, and slices
+    along the third, many times quicker than along others or through views."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask):
+        q, k, v = map(_heads_first, (query * query.shape[-1] ** -0.5, key, value))
+        parts = [paddle.matmul(weights.astype(v.dtype), v[:, :, :seen]) for _, seen, weights in _blocks(q, k, mask)]
+        context = _joined(parts).transpose([1, 2, 0, 3])  # (B, T, H, D)
+        ctx.save_for_backward(query, key, value, mask, context)
+        return context
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask, context = ctx.saved_tensor()
+        scale = query.shape[-1] ** -0.5
+        q, k, v, context, gradient = map(_heads_first, (query * scale, key, value, context, gradient))
+        through_softmax = (context * gradient).sum(-1, keepdim=True)  # (H, B, T, 1): sum of weights times their gradients
+        dq, dk, dv = [], paddle.zeros(k.shape, k.dtype), paddle.zeros(v.shape, v.dtype)
+        for rows, seen, weights in _blocks(q, k, mask):
+            above = gradient[:, :, rows]
+            unseen = paddle.zeros([*k.shape[:2], k.shape[2] - seen, k.shape[3]], k.dtype)
+            dv.add_(paddle.concat([paddle.matmul(weights, above, transpose_x=True), unseen], axis=2))
+            scores = paddle.matmul(above, v[:, :, :seen], transpose_y=True)  # the gradient of weights, then of scores
+            scores.subtract_(through_softmax[:, :, rows]).multiply_(weights)
+            dq.append(paddle.matmul(scores, k[:, :, :seen]))
+            dk.add_(paddle.concat([paddle.matmul(scores, q[:, :, rows], transpose_x=True), unseen], axis=2))
+            del weights, scores  # before the next block's exist
+        found = (x.transpose([1, 2, 0, 3]) for x in (_joined(dq) * scale, dk, dv))
+        wanted = [None if x.stop_gradient else d for x, d in zip((query, key, value), found)]  # Paddle insists on None
+        return (*wanted, *([] if mask is None else [None]))
+
+
+def _blocks(query, key, mask):
+    """Each block of query (H, B, T, D): its slice of T, how many keys of (H, B, S, D) it may see, its probabilities
+    (H, B, rows, seen) in float32."""
+    length, ahead = query.shape[2], key.shape[2] - query.shape[2]
+    for start in range(0, length, BLOCK):
+        rows, seen = slice(start, min(start + BLOCK, length)), ahead + min(start + BLOCK, length)
+        if mask is None:
+            hidden = paddle.full([rows.stop - start, seen], HIDDEN).triu(ahead + start + 1)
+        else:
+            hidden = mask[:, 0, rows, :seen]
+        scores = paddle.matmul(query[:, :, rows], key[:, :, :seen], transpose_y=True).astype("float32").add_(hidden)
+        yield rows, seen, F.softmax_(scores)
+        del scores  # before the next block's exist
+
+
+def _heads_first(x: paddle.Tensor) -> paddle.Tensor:
+    """(B, T, H, D) -> (H, B, T, D)"""
+    return x.transpose([2, 0, 1, 3]).contiguous()
+
+
+def _joined(parts: list) -> paddle.Tensor:
+    return parts[0] if len(parts) == 1 else paddle.concat(parts, axis=2)
 
 
 def choose_core(config: Ernie35Config, need_weights: bool = False):
-    """The core that a model runs: flash where it is asked for and there is a GPU, block by block on a CPU that has the
-    CPU ops, else eager."""
+    """The core that a model runs: flash where it is asked for and there is a GPU, block by block on a CPU, else eager."""
+    device = paddle.get_device()
     if config.use_flash_attention and not need_weights:
-        if paddle.get_device().startswith("gpu"):
+        if device.startswith("gpu"):
             return flash_attention
         _say_once("use_flash_attention is on, but there is no GPU: attention runs in its CPU form.")
-    if not need_weights and paddle.get_device() == "cpu" and cpu_ops.usable() is not None:
-        return blockwise_attention
-    return eager_attention
+    return blockwise_attention if device == "cpu" and not need_weights else eager_attention
+
+
+def score_rows(config: Ernie35Config, length: int, precision: str = "float32") -> int | None:
+    """Of how many queries the scores exist at a time in training, in the causal form: None for all `length`, which are
+    kept for the backward pass; else they pass, and where a kernel holds them, 0."""
+    core = choose_core(config)
+    if core is flash_attention or (core is blockwise_attention and precision == "float32" and cpu_ops.usable() is not None):
+        return 0
+    return BLOCK if core is blockwise_attention and precision == "float32" and length > BLOCK else None
 
 
 def prepare_mask(core, attention_mask: paddle.Tensor | None, query_length: int, key_length: int):

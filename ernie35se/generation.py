@@ -30,7 +30,6 @@ from .attention import HIDDEN, AttentionInputs, blockwise_attention, choose_core
 from .positions import position_interval
 from .rope import rope_tables, rotate
 
-PREFILL_BLOCK = 256  # queries that attention takes at a time
 MOST_LIKELIEST = 64  # tokens up to which the CPU op beats Paddle's topk
 
 
@@ -247,33 +246,16 @@ class InPlaceForward:
         self.mask = None
 
     def _prefill_core(self, request: Request) -> callable:
-        """The model's attention core; the eager one takes some queries at a time, each block with the keys up
-        to its end: half the work of all queries against all keys, and no (T, T) scores in memory."""
-        core, length, padding = choose_core(self.model.config), request.length, request.mask
-        if core is blockwise_attention and padding is not None:
-            core = eager_attention
-        if core is not eager_attention:
-            mask = prepare_mask(core, padding, length, length)
-            return lambda query, key, value, _, need_weights: core(query, key, value, mask)
-        spans = [(start, min(start + PREFILL_BLOCK, length)) for start in range(0, length, PREFILL_BLOCK)]
-        masks = []
-        for start, end in spans:
-            mask = prepare_mask(core, None if padding is None else padding[:, :end], end - start, end)
-            masks.append(mask[0, 0] if padding is None else mask)  # (T, S) adds quicker than (1, 1, T, S)
-
-        def attend(query, key, value, mask, need_weights=False):
-            parts = [
-                attend_block(query[:, start:end], key[:, :end], value[:, :end], mask)
-                for (start, end), mask in zip(spans, masks)
-            ]
-            return (parts[0] if len(parts) == 1 else paddle.concat(parts, axis=1)), None
-
-        return attend
+        """The model's attention core, in blocks if eager; the mask is made once for all layers."""
+        core = choose_core(self.model.config)
+        core = blockwise_attention if core is eager_attention else core
+        mask = prepare_mask(core, request.mask, request.length, request.length)
+        return lambda query, key, value, *_: core(query, key, value, mask)
 
     def _last_query_core(self, request: Request) -> callable:
         """Attention of the prompt's last token alone, which sees all but padding."""
         mask = prepare_mask(eager_attention, request.mask, 1, request.length)
-        return lambda query, key, value, *_: (attend_block(query, key, value, mask), None)
+        return lambda query, key, value, *_: eager_attention(query, key, value, mask)
 
     def _step_mask(self, request: Request) -> paddle.Tensor:
         """Additive: hides padding and the columns of the buffers that are not written yet."""
@@ -317,15 +299,6 @@ class WholeForward:
         if self.past is not None:
             index = paddle.to_tensor(rows, dtype="int64")
             self.past = tuple(tuple(part.index_select(index) for part in layer) for layer in self.past)
-
-
-def attend_block(query, key, value, mask):
-    """Eager attention in fewer passes over the scores: query (B, T, H, D), key and value (B, S, H, D),
-    additive mask (T, S) or (B, 1, T, S). Returns (B, T, H, D)."""
-    query, key, value = (x.transpose([0, 2, 1, 3]) for x in (query * query.shape[-1] ** -0.5, key, value))
-    scores = paddle.matmul(query, key, transpose_y=True).astype("float32")  # (B, H, T, S)
-    scores.add_(mask if mask.ndim == 2 else mask.expand(scores.shape))
-    return paddle.matmul(F.softmax_(scores).astype(value.dtype), value).transpose([0, 2, 1, 3])
 
 
 def attend_to_cache(query, key, value, mask, need_weights=False):

@@ -11,7 +11,7 @@ from ernie35se.loss import causal_lm_loss
 CORES = {
     "eager": attention.eager_attention,
     "flash": attention.flash_attention,
-    "blockwise": attention.blockwise_attention,  # the plain form where the CPU ops are not built
+    "blockwise": attention.blockwise_attention,  # the CPU op where it is built and there is no mask
 }
 
 
@@ -53,6 +53,61 @@ def test_cores_agree_with_numpy_under_every_mask(core, batch, queries, keys, hea
         assert np.isfinite(context.numpy()).all() and weights is None, kind
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("batch, queries, keys, heads, size", [(2, 6, 6, 3, 4), (1, 5, 9, 2, 6), (3, 6, 7, 1, 2)])
+def test_blocks_of_any_size_give_the_plain_form_s_context_and_gradients(block, batch, queries, keys, heads, size, monkeypatch):
+    monkeypatch.setenv("ERNIE35SE_CPU_OPS", "0")
+    monkeypatch.setattr(attention, "BLOCK", block)
+    rng = np.random.default_rng(block)
+    arrays = [rng.standard_normal((batch, length, heads, size)).astype("float32") for length in (queries, keys, keys, queries)]
+    for kind, given, allowed in masks(batch, queries, keys, rng):
+        looks = allowed.any(-1)[:, :, None, None]  # nothing depends on the others
+        found = {}
+        for name in ("eager", "blockwise"):
+            query, key, value = inputs = [paddle.to_tensor(a, stop_gradient=False) for a in arrays[:3]]
+            mask = attention.prepare_mask(CORES[name], None if given is None else paddle.to_tensor(given), queries, keys)
+            context, _ = CORES[name](query, key, value, mask)
+            context.backward(paddle.to_tensor(arrays[3] * looks))
+            found[name] = [context.numpy() * looks, *(x.grad.numpy() for x in inputs)]
+        for plain, blocks in zip(found["eager"], found["blockwise"]):
+            np.testing.assert_allclose(blocks, plain, atol=2e-6, err_msg=kind)
+
+
+@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 1], [1, 2], [0, 1, 2]])
+def test_blocks_with_inputs_that_take_no_gradient(frozen, monkeypatch):
+    monkeypatch.setenv("ERNIE35SE_CPU_OPS", "0")
+    monkeypatch.setattr(attention, "BLOCK", 3)
+    found = {}
+    for name in ("eager", "blockwise"):
+        paddle.seed(1)
+        inputs = [paddle.randn([2, 7, 2, 4]) for _ in range(3)]
+        for number, x in enumerate(inputs):
+            x.stop_gradient = number in frozen
+        context, _ = CORES[name](*inputs, attention.prepare_mask(CORES[name], None, 7, 7))
+        assert context.stop_gradient == (len(frozen) == 3)
+        if not context.stop_gradient:
+            (context * context).sum().backward()
+        found[name] = [None if x.grad is None else x.grad.numpy() for x in inputs]
+    for plain, blocks in zip(found["eager"], found["blockwise"]):
+        assert (plain is None) == (blocks is None)
+        if plain is not None:
+            np.testing.assert_allclose(blocks, plain, atol=2e-6)
+
+
+def test_training_in_blocks_keeps_no_matrix_of_probabilities(monkeypatch):
+    monkeypatch.setenv("ERNIE35SE_CPU_OPS", "0")
+    from paddle.base import core
+
+    def kept(attend):  # bytes that the graph holds after the forward pass
+        inputs = [paddle.to_tensor(np.ones((1, 1024, 2, 4), "float32"), stop_gradient=False) for _ in range(3)]
+        before = core.host_memory_stat_current_value("Allocated", 0)
+        context, _ = attend(*inputs)
+        return core.host_memory_stat_current_value("Allocated", 0) - before
+
+    matrix = 2 * 1024 * 1024 * 4
+    assert kept(attention.eager_attention) > matrix > 8 * kept(attention.blockwise_attention)
+
+
 @pytest.mark.parametrize("padded", [True, False])
 def test_gradients_of_the_cores_agree(padded):
     rng = np.random.default_rng(0)
@@ -79,14 +134,14 @@ def test_flash_falls_back_where_there_is_no_gpu_and_the_model_still_masks():
     assert attention.choose_core(tiny_config(use_flash_attention=True)) is not attention.flash_attention
 
 
-def test_the_blockwise_core_is_chosen_where_the_cpu_ops_are_there(monkeypatch):
+def test_the_core_of_a_cpu_goes_block_by_block(monkeypatch):
     config = tiny_config()
-    monkeypatch.setattr(attention.cpu_ops, "usable", lambda *_: object())
     assert attention.choose_core(config) is attention.blockwise_attention
     assert attention.choose_core(config, need_weights=True) is attention.eager_attention
     assert attention.prepare_mask(attention.blockwise_attention, None, 5, 5) is None
-    monkeypatch.setattr(attention.cpu_ops, "usable", lambda *_: None)
-    assert attention.choose_core(config) is attention.eager_attention
+    for ops, length, rows in ((None, 256, None), (None, 257, 256), (object(), 256, 0)):
+        monkeypatch.setattr(attention.cpu_ops, "usable", lambda *_: ops)
+        assert attention.score_rows(config, length) == rows and attention.score_rows(config, length, "float16") is None
 
 
 def test_flash_refuses_to_return_probabilities():

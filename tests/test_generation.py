@@ -388,7 +388,7 @@ def test_prefill_in_blocks_equals_prefill_at_once(monkeypatch, block):
     settings = dict(max_new_tokens=5, decode_strategy="greedy_search", eos_token_id=-1)
     for inputs in (dict(input_ids=ids, attention_mask=mask), dict(input_ids=ids[:1])):
         whole, scores = model.generate(use_cache=False, **inputs, **settings)
-        monkeypatch.setattr("ernie35se.generation.PREFILL_BLOCK", block)
+        monkeypatch.setattr("ernie35se.attention.BLOCK", block)
         blocks, same = model.generate(**inputs, **settings)
         assert blocks.tolist() == whole.tolist()
         np.testing.assert_allclose(same.numpy(), scores.numpy(), rtol=1e-5)

@@ -84,7 +84,7 @@ def plans(config, devices: int, per_machine: int, batch: int, length: int, half:
                     seq_length=length, accumulation=accumulation, data_parallel=replicas // sharding, sharding_stage=stage,
                     sharding_degree=sharding, tensor_parallel=tensor, pipeline_parallel=pipeline, virtual=virtual,
                     sequence_parallel=tensor > 1, precision="bfloat16" if half else "float32", master_weights=half,
-                    recompute=recompute, flash_attention=half,
+                    recompute=recompute, score_rows=0 if half else None,
                 )  # fmt: skip
 
 

@@ -16,10 +16,10 @@ from typing import List, Optional
 import paddle
 from paddlenlp.utils.log import logger
 
-from ..attention import choose_core, eager_attention
+from ..attention import score_rows
 from ..configuration import BUILT_IN_CONFIGS, Ernie35Config
 from ..data.pretrain import build_train_valid_test_datasets, parse_input_dir
-from .. import conversion, weight_files
+from .. import conversion, cpu_ops, weight_files
 from ..modeling import Ernie35ForCausalLM
 from ..modeling_pipe import Ernie35ForCausalLMPipe
 from ..stages import balanced_stages
@@ -411,7 +411,6 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
         sharding = max(devices // (tensor * pipeline), 1)
     half = "bfloat16" if training.bf16 else "float16"
     precision = half if training.bf16 or training.fp16 else "float32"
-    blockwise = precision == "float32" and choose_core(config) is not eager_attention
     return Plan(
         seq_length=data.max_seq_length,
         micro_batch=training.per_device_train_batch_size,
@@ -427,5 +426,6 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
         master_weights=training.fp16_opt_level == "O2",
         master_gradients=training.amp_master_grad,
         recompute=config.recompute_scope,
-        flash_attention=config.use_flash_attention or blockwise,
+        score_rows=0 if config.use_flash_attention else score_rows(config, data.max_seq_length, precision),
+        loss_in_place=cpu_ops.usable() is not None,
     )

@@ -62,7 +62,9 @@ class Plan:
     master_weights: bool = False  # O2: half-precision weights with float32 masters
     master_gradients: bool = False
     recompute: str = "none"  # or full, core_attn
-    flash_attention: bool = False  # or another core that keeps no scores
+    score_rows: int | None = None  # queries whose scores pass at a time; None: those of all, kept; 0: none are stored
+    loss_in_place: bool = False  # a kernel turns logits into their gradient without a second copy
+    kept_later: int = 0  # bytes that adapters keep in the blocks after the last one that attends
     frozen: bool = False  # the model's own matrices get no gradient (adapters)
 
     @property
@@ -305,6 +307,12 @@ def _parameters_of_rank(
     return math.ceil(divided / plan.tensor_parallel) + whole
 
 
+def _largest_block(length: int, rows: int) -> int:
+    """Scores of a causal block of `rows` queries with the keys up to its end, the largest there is."""
+    starts = range(0, length, rows) if rows else []
+    return max(((min(start + rows, length) - start) * min(start + rows, length) for start in starts), default=0)
+
+
 class _Sizes:
     """Bytes of a micro-batch's tensors on one device."""
 
@@ -317,10 +325,12 @@ class _Sizes:
         # Softmax runs in float32; in half precision its result is kept a second time, for the next product.
         self.kept_scores = scores * (FLOAT32 + HALF if half else FLOAT32)
         self.passing_scores = scores * FLOAT32
-        if plan.flash_attention:  # one float32 per row and head in place of the scores
-            self.kept_scores = self.tokens * decoder.heads * FLOAT32 // plan.tensor_parallel
-            self.passing_scores = 0
-        self.mask = 0 if plan.flash_attention else plan.seq_length**2 * FLOAT32
+        self.mask = plan.seq_length**2 * FLOAT32
+        if plan.score_rows is not None:
+            self.kept_scores = self.tokens * decoder.heads * FLOAT32 // plan.tensor_parallel  # one float32 per row and head
+            block = _largest_block(plan.seq_length, plan.score_rows)
+            self.passing_scores = self.passing_scores * block // plan.seq_length**2
+            self.mask = 0
         self.logits = self.tokens * decoder.vocabulary // plan.tensor_parallel
 
     def whole(self, floats: int) -> int:
@@ -348,8 +358,14 @@ class _Sizes:
         if not block.attends:
             return self.split(block.block_space)
         matrices = block.attention_scores + (1 if self.plan.recompute == "core_attn" else 0)
+        matrices = matrices if self.plan.score_rows is None else 1
         softmax = self.split(block.attention_space) + matrices * self.passing_scores
         return max(softmax, self.split(block.block_space)) + self.mask
+
+    def attention_backward(self, decoder: Decoder) -> int:
+        """Working space of the backward pass that computes scores again, some rows at a time: probabilities and their
+        gradient; query, key, value, result, what comes in, and their gradients, each as a copy with heads first."""
+        return 2 * self.passing_scores + self.split(10 * decoder.hidden)
 
     def final(self, decoder: Decoder) -> int:
         """Final norm, and the softmax of the logits in float32, or the gradients of the head that works in chunks."""
@@ -384,6 +400,7 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
     - the LM head's backward: gradient of its weight (tied: a transposed copy as well) and of its input;
     - the forward of the last block that attends: scores before, during and after the softmax; nothing of the
       blocks after it is kept yet;
+    - its backward, where that computes scores again block by block;
     - with full recomputation, that block again in the backward pass, with all that it keeps otherwise;
     - the backward of the last block: gradient of its widest matrix and of its FFN product.
 
@@ -394,13 +411,14 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
     if last and sizes.chunked(decoder):
         rows = min(sizes.tokens, HEAD_CHUNK)
         more = decoder.embedding if sizes.tokens > HEAD_CHUNK and not plan.frozen else 0  # a chunk's part of the weight's gradient
-        moments.append((rows * decoder.vocabulary + more) * FLOAT32)
+        copies = 1 if plan.loss_in_place else 2
+        moments.append((copies * rows * decoder.vocabulary + more) * FLOAT32)
     elif last:
         copies = 0 if plan.frozen else 2 if decoder.tied else 1
         head_gradient = copies * decoder.embedding * sizes.element // plan.tensor_parallel
         half_copy = sizes.logits * HALF if plan.precision != "float32" else 0
         moments += [sizes.logits * FLOAT32 + half_copy, head_gradient + sizes.whole(decoder.hidden)]
-    after = sizes.final(decoder) if last else 0
+    after = (sizes.final(decoder) if last else 0) + plan.kept_later
     position = max((i for i, block in enumerate(blocks) if block.attends), default=None)
     if position is not None:
         block = blocks[position]
@@ -408,6 +426,8 @@ def _working_space(decoder: Decoder, plan: Plan, blocks: Tuple[Block, ...], last
             moments.append(sizes.kept_by(block) + sizes.space_in(block) - after - sizes.whole(decoder.hidden))
         else:
             moments.append(sizes.space_in(block) - after - sum(map(sizes.kept_by, blocks[position + 1 :])))
+        if plan.score_rows:
+            moments.append(sizes.attention_backward(decoder) - after - sum(map(sizes.kept_by, blocks[position + 1 :])))
     largest = blocks[-1].largest_matrix if blocks and not plan.frozen else 0
     gradient = largest * sizes.element // plan.tensor_parallel
     moments.append(gradient + sizes.split(decoder.ffn) - sizes.whole(decoder.hidden))

@@ -12,14 +12,15 @@ trains whole is estimate.py's. With adapters
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, List, NamedTuple, Optional, Tuple
 
 import paddle
 from paddlenlp.transformers import AutoModelForCausalLM
 from paddlenlp.transformers.model_utils import no_init_weights
 
-from .. import auto, peft  # noqa: F401  auto: makes the Auto classes find this model
-from ..attention import choose_core, eager_attention
+from .. import auto, cpu_ops, peft  # noqa: F401  auto: makes the Auto classes find this model
+from ..attention import score_rows
 from ..configuration import Ernie35Config
 from ..peft.base import find_targets, get_layer
 from ..peft.quant import stored_bytes
@@ -34,7 +35,8 @@ class Counts(NamedTuple):
         method: its name. trained: parameters that train. frozen: those that do not, and are stored as the run stores
             weights. quantised, quantised_bytes: those stored in 4 or 8 bits, and in how many bytes. largest: those of
             the widest such layer.
-        kept: floats that the adapters add to the activations of a micro-batch.
+        kept: floats that the adapters add to the activations of a micro-batch. kept_later: those of blocks after the last
+            one that attends, which are not there when attention needs its working space.
     """
 
     method: str
@@ -44,6 +46,7 @@ class Counts(NamedTuple):
     quantised_bytes: int = 0
     largest: int = 0
     kept: int = 0
+    kept_later: int = 0
 
     @property
     def total(self) -> int:
@@ -79,10 +82,13 @@ def count(config: Any, adapter: Optional[peft.AdapterConfig], rows: int = 1, len
     trained = sum(weight.size for weight in model.parameters() if not weight.stop_gradient)
     frozen = sum(weight.size for weight in model.parameters() if weight.stop_gradient)
     quantised = sum(size for size, _ in stored)
-    kept = sum(layer.kept_floats(rows, length) for _, layer in peft.adapters(model))
+    kept = {name: layer.kept_floats(rows, length) for name, layer in peft.adapters(model)}
+    last = max(i for i, block in enumerate(estimate.describe(config).blocks) if block.attends)
+    numbers = {name: re.search(r"\.(\d+)\.", name) for name in kept}
+    kept_later = sum(kept[name] for name, number in numbers.items() if number and int(number[1]) > last)
     return Counts(
         adapter.name(), trained, frozen - quantised, quantised, sum(size for _, size in stored),
-        max((size for size, _ in stored), default=0), kept,
+        max((size for size, _ in stored), default=0), sum(kept.values()), kept_later,
     )  # fmt: skip
 
 
@@ -96,10 +102,10 @@ def make_plan(training, config: Any, length: int) -> Plan:
     precision = half if training.bf16 or training.fp16 else "float32"
     if isinstance(config, Ernie35Config):
         recompute = config.recompute_scope
-        blockwise = precision == "float32" and choose_core(config) is not eager_attention
+        rows = score_rows(config, length, precision)
     else:
         recompute = getattr(config, "recompute_granularity", "full") if config.recompute else "none"
-        blockwise = False
+        rows = None
     return Plan(
         seq_length=length,
         micro_batch=training.per_device_train_batch_size,
@@ -112,7 +118,8 @@ def make_plan(training, config: Any, length: int) -> Plan:
         master_weights=training.fp16_opt_level == "O2",
         master_gradients=training.amp_master_grad,
         recompute=recompute,
-        flash_attention=config.use_flash_attention or blockwise,
+        score_rows=0 if config.use_flash_attention else rows,
+        loss_in_place=cpu_ops.usable() is not None,
     )
 
 
@@ -121,11 +128,13 @@ def memory_per_device(config: Any, plan: Plan, counts: Counts) -> List[Row]:
     whole = sum(estimate.parameters_by_part(config).values())
     stored, trained = (counts.trained + counts.frozen) / whole, counts.trained / whole
     blocks = len(estimate.describe(config).blocks)
-    kept = counts.kept * (FLOAT32 if plan.precision == "float32" else HALF)
+    element = FLOAT32 if plan.precision == "float32" else HALF
+    kept = counts.kept * element
     if plan.recompute == "full":
         kept //= blocks  # of one block at a time
     rows = []
-    plan = dataclasses.replace(plan, frozen=bool(counts.frozen))
+    later = 0 if plan.recompute == "full" else counts.kept_later * element
+    plan = dataclasses.replace(plan, frozen=bool(counts.frozen), kept_later=later)
     for part, size, source in estimate.memory_per_device(config, plan):
         if part == "weights":
             size, source = int(size * stored) + counts.quantised_bytes, f"{counts.total:,} parameters"

@@ -9,7 +9,8 @@ import pytest
 from paddle.base import core
 from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from ernie35se.attention import choose_core, eager_attention
+from ernie35se import cpu_ops
+from ernie35se.attention import score_rows
 from ernie35se.configuration import Ernie35Config
 from ernie35se.modeling import Ernie35ForCausalLM
 from ernie35se.training import estimate
@@ -99,8 +100,9 @@ MODELS = {Ernie35Config: Ernie35ForCausalLM, LlamaConfig: LlamaForCausalLM, Qwen
 def test_memory_is_what_is_measured(case):
     config_class, fields, batch, length = CASES[case]
     config = config_class(**fields, use_flash_attention=False)
-    blockwise = config_class is Ernie35Config and choose_core(config) is not eager_attention
-    plan = Plan(length, batch, recompute=getattr(config, "recompute_scope", "none"), flash_attention=blockwise)
+    rows = score_rows(config, length) if config_class is Ernie35Config else None
+    how = dict(recompute=getattr(config, "recompute_scope", "none"), loss_in_place=cpu_ops.usable() is not None)
+    plan = Plan(length, batch, score_rows=rows, **how)
     measured = measured_peak(MODELS[config_class], config, batch, length)
     estimated = total_bytes(memory_per_device(config, plan))
     assert abs(estimated / measured - 1) < TOLERANCE, f"estimated {estimated:,}, measured {measured:,}"
@@ -108,7 +110,7 @@ def test_memory_is_what_is_measured(case):
 
 def test_accumulation_needs_no_more_memory():
     config = Ernie35Config(**shape(128, 352, 3, 4, 64))
-    plan = Plan(64, 2, accumulation=3, flash_attention=choose_core(config) is not eager_attention)
+    plan = Plan(64, 2, accumulation=3, score_rows=score_rows(config, 64))
     measured = measured_peak(Ernie35ForCausalLM, config, 2, 64, accumulation=3)
     assert abs(total_bytes(memory_per_device(config, plan)) / measured - 1) < TOLERANCE
 
@@ -174,7 +176,7 @@ def rows(**plan):
     return {row.part: row.bytes for row in memory_per_device(big(), Plan(4096, **plan))}
 
 
-HALF_MASTER = dict(precision="bfloat16", master_weights=True, flash_attention=True)
+HALF_MASTER = dict(precision="bfloat16", master_weights=True, score_rows=0)
 
 
 def test_sharding_divides_what_its_stage_says():
@@ -203,7 +205,7 @@ def test_each_parallel_degree_and_recomputation_save_memory():
     assert rows(recompute="full", **HALF_MASTER)["activations"] < base["activations"] / 4
     split = rows(tensor_parallel=4, **HALF_MASTER)["activations"]
     assert rows(tensor_parallel=4, sequence_parallel=True, **HALF_MASTER)["activations"] < split
-    eager = {**HALF_MASTER, "flash_attention": False}
+    eager = {**HALF_MASTER, "score_rows": None}
     assert rows(recompute="core_attn", **eager)["activations"] < rows(**eager)["activations"] / 2
 
 

@@ -10,8 +10,8 @@ import pytest
 from paddle.base import core
 from paddlenlp.transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ernie35se import auto, peft  # noqa: F401
-from ernie35se.attention import choose_core, eager_attention
+from ernie35se import auto, cpu_ops, peft  # noqa: F401
+from ernie35se.attention import score_rows
 from ernie35se.configuration import Ernie35Config
 from ernie35se.modeling import Ernie35ForCausalLM
 from ernie35se.peft import (
@@ -109,8 +109,9 @@ def measured_peak(config, adapter, rows, length):
 @pytest.mark.parametrize("case", CASES)
 def test_memory_is_what_is_measured(case, method):
     config, rows, length = CASES[case]
-    blockwise = isinstance(config, Ernie35Config) and choose_core(config) is not eager_attention
-    plan = Plan(length, rows, recompute=getattr(config, "recompute_scope", "none"), flash_attention=blockwise)
+    score = score_rows(config, length) if isinstance(config, Ernie35Config) else None
+    how = dict(recompute=getattr(config, "recompute_scope", "none"), loss_in_place=cpu_ops.usable() is not None)
+    plan = Plan(length, rows, score_rows=score, **how)
     counts = count(config, copy.copy(METHODS[method]), rows, length)
     estimated = estimate.total_bytes(memory_per_device(config, plan, counts))
     measured = measured_peak(config, copy.copy(METHODS[method]), rows, length)
