@@ -427,5 +427,5 @@ def make_plan(settings: Settings, config: Ernie35Config) -> Plan:
         master_gradients=training.amp_master_grad,
         recompute=config.recompute_scope,
         score_rows=0 if config.use_flash_attention else score_rows(config, data.max_seq_length, precision),
-        loss_in_place=cpu_ops.usable() is not None,
+        loss_in_place=precision == "float32" and cpu_ops.usable() is not None,
     )

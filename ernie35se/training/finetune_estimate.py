@@ -119,7 +119,7 @@ def make_plan(training, config: Any, length: int) -> Plan:
         master_gradients=training.amp_master_grad,
         recompute=recompute,
         score_rows=0 if config.use_flash_attention else rows,
-        loss_in_place=cpu_ops.usable() is not None,
+        loss_in_place=precision == "float32" and cpu_ops.usable() is not None,
     )
 
 
